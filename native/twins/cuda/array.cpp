@@ -1,4 +1,5 @@
-// cuArrayCreate, cuMipmappedArrayCreate, and the copies that name arrays by one offset.
+// cuArrayCreate, cuMipmappedArrayCreate, and cuMemcpyHtoA and similar copies, which give the position in an array as
+// one offset.
 #include "cuda/array.hpp"
 
 #include <algorithm>
@@ -15,7 +16,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Sizes of an H200.
+// The largest arrays of an H200, in elements.
 constexpr std::size_t width_max = 131072, height_max = 65536, size_3d_max = 16384, layers_max = 2048;
 
 struct Mipmap {
@@ -24,10 +25,10 @@ struct Mipmap {
 };
 
 struct Arrays {
-    Registry<Array> created{"cuda_array"};
+    Registry<Array> standalone_arrays{"cuda_array"};
     Registry<Mipmap> mipmaps{"cuda_mipmapped_array"};
     std::mutex mutex;
-    std::map<Handle, ArrayRef> levels; // of mipmapped arrays, which destroy them
+    std::map<Handle, ArrayRef> mipmap_levels; // destroyed with their mipmapped array
 };
 
 Arrays& arrays() {
@@ -68,7 +69,7 @@ bool has_valid_size(const ArrayDescription& description) {
     return width <= width_max && height <= height_max;
 }
 
-Result check(const ArrayDescription* description) {
+Result check_description(const ArrayDescription* description) {
     if (description == nullptr || count_element_bytes(description->format, description->channels) == 0) {
         return invalid_value;
     }
@@ -82,7 +83,7 @@ Result check(const ArrayDescription* description) {
 }
 
 Result make_array(const ContextRef& context, const ArrayDescription& description, ArrayRef* new_array) {
-    if (const Result result = check_unobserved_call(); result != success) {
+    if (const Result result = check_unsafe_call(); result != success) {
         return result;
     }
     auto array = std::make_shared<Array>();
@@ -90,10 +91,10 @@ Result make_array(const ContextRef& context, const ArrayDescription& description
     array->context = context->contents_owner;
     array->element_bytes = count_element_bytes(description.format, description.channels);
     array->row_bytes = description.width * array->element_bytes;
-    array->rows = std::max<std::size_t>(description.height, 1);
-    array->slices = std::max<std::size_t>(description.depth, 1);
-    const Result result =
-        allocate(MemoryKind::device, context->device, array->row_bytes * array->rows * array->slices, &array->range);
+    array->row_count = std::max<std::size_t>(description.height, 1);
+    array->slice_count = std::max<std::size_t>(description.depth, 1);
+    const Result result = allocate(MemoryKind::device, context->device,
+                                   array->row_bytes * array->row_count * array->slice_count, &array->range);
     if (result == success) {
         array->range->context = context->contents_owner;
         add_range(array->range);
@@ -102,21 +103,21 @@ Result make_array(const ContextRef& context, const ArrayDescription& description
     return result;
 }
 
-Result create(const ContextRef& context, Handle* handle, const ArrayDescription* description) {
+Result create_array(const ContextRef& context, Handle* handle, const ArrayDescription* description) {
     ArrayRef array;
-    Result result = handle == nullptr ? invalid_value : check(description);
+    Result result = handle == nullptr ? invalid_value : check_description(description);
     if (result == success) {
         result = make_array(context, *description, &array);
     }
     if (result == success) {
         *handle = make_handle();
-        arrays().created.add(*handle, std::move(array));
+        arrays().standalone_arrays.add(*handle, std::move(array));
     }
     return result;
 }
 
-// Free the memory of an array when the work that uses it is done.
-void free_memory(const Array& array) {
+// Wait for the work that may use an array, and free its memory.
+void free_array_memory(const Array& array) {
     ContextRef context;
     RangeRef range;
     if (find_context(array.context, &context) == success) {
@@ -130,46 +131,46 @@ void free_memory(const Array& array) {
 
 ArrayRef take_level(Handle handle) {
     std::lock_guard lock(arrays().mutex);
-    const auto level = arrays().levels.extract(handle);
+    const auto level = arrays().mipmap_levels.extract(handle);
     return level.empty() ? nullptr : level.mapped();
 }
 
 void free_levels(const Mipmap& mipmap) {
     for (const Handle handle : mipmap.levels) {
         if (const ArrayRef level = take_level(handle)) {
-            free_memory(*level);
+            free_array_memory(*level);
         }
     }
 }
 
 Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescription* description, unsigned count) {
-    if (const Result result = check(description); handle == nullptr || count == 0 || result != success) {
+    if (const Result result = check_description(description); handle == nullptr || count == 0 || result != success) {
         return result == success ? invalid_value : result;
     }
     const bool is_layered = (description->flags & (array_layered | array_cubemap)) != 0;
-    const std::size_t longest =
+    const std::size_t longest_side =
         std::max({description->width, description->height, is_layered ? 0 : description->depth});
     auto mipmap = std::make_shared<Mipmap>();
     mipmap->context = context->contents_owner;
-    ArrayDescription level = *description;
-    for (unsigned index = 0; index < std::min<unsigned>(count, static_cast<unsigned>(std::bit_width(longest)));
+    ArrayDescription level_description = *description;
+    for (unsigned index = 0; index < std::min<unsigned>(count, static_cast<unsigned>(std::bit_width(longest_side)));
          ++index) {
         ArrayRef array;
-        if (const Result result = make_array(context, level, &array); result != success) {
+        if (const Result result = make_array(context, level_description, &array); result != success) {
             free_levels(*mipmap);
             return result;
         }
         const Handle level_handle = make_handle();
         {
             std::lock_guard lock(arrays().mutex);
-            arrays().levels.emplace(level_handle, std::move(array));
+            arrays().mipmap_levels.emplace(level_handle, std::move(array));
         }
         mipmap->levels.push_back(level_handle);
         const auto halve = [](std::size_t* size) { *size = *size == 0 ? 0 : std::max<std::size_t>(*size / 2, 1); };
-        halve(&level.width);
-        halve(&level.height);
+        halve(&level_description.width);
+        halve(&level_description.height);
         if (!is_layered) {
-            halve(&level.depth);
+            halve(&level_description.depth);
         }
     }
     *handle = make_handle();
@@ -177,7 +178,7 @@ Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescr
     return success;
 }
 
-// A part of an array that one offset names: its elements in order, without rows.
+// Find the address of a part of an array. The offset counts bytes from the first element, across rows.
 Result find_array_part(Handle handle, std::uint64_t offset, std::uint64_t length_bytes, std::uint64_t* address) {
     const ArrayRef array = find_array(handle);
     if (!array) {
@@ -204,7 +205,7 @@ Result copy_part(std::string_view symbol, Handle array, std::uint64_t offset, st
     });
 }
 
-Result describe(Handle handle, ArrayDescription* description) {
+Result query_description(Handle handle, ArrayDescription* description) {
     const ArrayRef array = find_array(handle);
     if (description == nullptr || !array) {
         return array ? invalid_value : invalid_handle;
@@ -216,12 +217,12 @@ Result describe(Handle handle, ArrayDescription* description) {
 } // namespace
 
 ArrayRef find_array(Handle handle) {
-    if (ArrayRef array = arrays().created.find(handle)) {
+    if (ArrayRef array = arrays().standalone_arrays.find(handle)) {
         return array;
     }
     std::lock_guard lock(arrays().mutex);
-    const auto level = arrays().levels.find(handle);
-    return level == arrays().levels.end() ? nullptr : level->second;
+    const auto level = arrays().mipmap_levels.find(handle);
+    return level == arrays().mipmap_levels.end() ? nullptr : level->second;
 }
 
 bool mipmap_exists(Handle handle) {
@@ -233,8 +234,9 @@ std::uint64_t count_element_bytes(int format, std::uint32_t channels) {
 }
 
 void destroy_context_arrays(Handle context) {
-    for (const auto& array : arrays().created.take_all([=](const Array& array) { return array.context == context; })) {
-        free_memory(*array);
+    for (const auto& array :
+         arrays().standalone_arrays.take_all([=](const Array& array) { return array.context == context; })) {
+        free_array_memory(*array);
     }
     for (const auto& mipmap :
          arrays().mipmaps.take_all([=](const Mipmap& candidate) { return candidate.context == context; })) {
@@ -248,19 +250,19 @@ GDRKIT_CUDA_ENTRY Result cuArrayCreate_v2(Handle* array, const PlaneDescription*
             return invalid_value;
         }
         const ArrayDescription description{plane->width, plane->height, 0, plane->format, plane->channels, 0};
-        return create(context, array, &description);
+        return create_array(context, array, &description);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuArray3DCreate_v2(Handle* array, const ArrayDescription* description) {
     return run_entry_in_context("cuArray3DCreate_v2",
-                                [&](const ContextRef& context) { return create(context, array, description); });
+                                [&](const ContextRef& context) { return create_array(context, array, description); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuArrayGetDescriptor_v2(PlaneDescription* plane, Handle array) {
     return run_entry_in_context("cuArrayGetDescriptor_v2", [&](const ContextRef&) {
         ArrayDescription description{};
-        const Result result = plane == nullptr ? invalid_value : describe(array, &description);
+        const Result result = plane == nullptr ? invalid_value : query_description(array, &description);
         if (result == success) {
             *plane = {description.width, description.height, description.format, description.channels};
         }
@@ -270,16 +272,16 @@ GDRKIT_CUDA_ENTRY Result cuArrayGetDescriptor_v2(PlaneDescription* plane, Handle
 
 GDRKIT_CUDA_ENTRY Result cuArray3DGetDescriptor_v2(ArrayDescription* description, Handle array) {
     return run_entry_in_context("cuArray3DGetDescriptor_v2",
-                                [&](const ContextRef&) { return describe(array, description); });
+                                [&](const ContextRef&) { return query_description(array, description); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuArrayDestroy(Handle handle) {
     return run_entry_in_context("cuArrayDestroy", [&](const ContextRef&) {
-        const ArrayRef array = arrays().created.take(handle);
+        const ArrayRef array = arrays().standalone_arrays.take(handle);
         if (!array) {
             return invalid_handle;
         }
-        free_memory(*array);
+        free_array_memory(*array);
         return success;
     });
 }

@@ -14,11 +14,11 @@ struct Array {
     ArrayDescription description{};
     Handle context = 0;
     RangeRef range;
-    std::uint64_t element_bytes = 0, row_bytes = 0, rows = 1, slices = 1;
+    std::uint64_t element_bytes = 0, row_bytes = 0, row_count = 1, slice_count = 1;
 };
 using ArrayRef = std::shared_ptr<Array>;
 
-// Find an array, or a level of a mipmapped array; null if none has this handle.
+// Return the array, or the level of a mipmapped array, that has this handle, or null.
 ArrayRef find_array(Handle handle);
 bool mipmap_exists(Handle handle);
 

@@ -8,7 +8,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// How calls of this thread affect captures.
+// The capture mode of this thread, which cuThreadExchangeStreamCaptureMode sets.
 thread_local int thread_mode = capture_mode_global;
 
 // The captures that have not ended; guarded by graph_mutex().
@@ -41,24 +41,24 @@ template <typename Predicate> bool invalidate_if(Predicate&& predicate, bool kee
     return is_found;
 }
 
-void join(const CaptureRef& capture, const StreamRef& stream, std::vector<NodeRef> dependencies) {
+void join_capture(const CaptureRef& capture, const StreamRef& stream, std::vector<NodeRef> dependencies) {
     stream->capture = capture;
     stream->capture_dependencies = std::move(dependencies);
     capture->streams.push_back(stream);
 }
 
-void leave(const StreamRef& stream) {
+void leave_capture(const StreamRef& stream) {
     stream->capture.reset();
     stream->capture_dependencies.clear();
 }
 
-void finish(const CaptureRef& capture) {
-    std::ranges::for_each(list_streams(capture), leave);
+void finish_capture(const CaptureRef& capture) {
+    std::ranges::for_each(list_streams(capture), leave_capture);
     capture->graph->is_capturing = false;
     std::erase(captures(), capture);
 }
 
-// Return whether all work of the other streams is ordered before the end of the origin.
+// Return whether the origin stream waits for all captured work of the other streams.
 bool is_joined(const CaptureRef& capture, const StreamRef& origin) {
     std::set<NodeRef> reached;
     std::vector<NodeRef> pending = origin->capture_dependencies;
@@ -88,14 +88,14 @@ Result begin_capture(const StreamRef& stream, int mode, GraphRef graph, std::vec
     }
     auto capture = std::make_shared<Capture>();
     capture->id = ++last_id;
-    capture->makes_graph = graph == nullptr;
+    capture->is_graph_new = graph == nullptr;
     capture->graph = graph ? std::move(graph) : make_graph();
     capture->graph->is_capturing = true;
     capture->mode = mode;
-    capture->thread = std::this_thread::get_id();
+    capture->thread_id = std::this_thread::get_id();
     capture->origin = stream;
     captures().push_back(capture);
-    join(capture, stream, std::move(dependencies));
+    join_capture(capture, stream, std::move(dependencies));
     return success;
 }
 
@@ -108,14 +108,14 @@ Result end_capture(const StreamRef& stream, Handle* handle) {
         capture->is_invalidated = true;
         return stream_capture_unmatched;
     }
-    if (capture->mode != capture_mode_relaxed && capture->thread != std::this_thread::get_id()) {
+    if (capture->mode != capture_mode_relaxed && capture->thread_id != std::this_thread::get_id()) {
         return stream_capture_wrong_thread;
     }
     const Result result = capture->is_invalidated       ? stream_capture_invalidated
                           : !is_joined(capture, stream) ? stream_capture_unjoined
                                                         : success;
-    finish(capture);
-    if (result == success && capture->makes_graph) {
+    finish_capture(capture);
+    if (result == success && capture->is_graph_new) {
         add_owned_graph(capture->graph);
     }
     *handle = result == success ? capture->graph->handle : 0;
@@ -127,7 +127,7 @@ bool is_captured(const StreamRef& stream) {
     return stream->capture != nullptr;
 }
 
-Result refuse_captured(const StreamRef& stream) {
+Result refuse_captured_stream(const StreamRef& stream) {
     std::lock_guard lock(graph_mutex());
     if (!stream->capture) {
         return success;
@@ -170,43 +170,44 @@ Result capture_allocation(const StreamRef& stream, Device device, std::uint64_t 
     return result;
 }
 
-std::shared_ptr<CapturedEvent> capture_record(const StreamRef& stream) {
+std::shared_ptr<CapturedEvent> capture_event_record(const StreamRef& stream) {
     std::lock_guard lock(graph_mutex());
     return stream->capture ? std::make_shared<CapturedEvent>(stream->capture, stream->capture_dependencies) : nullptr;
 }
 
-void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* to) {
+void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* list) {
     for (const NodeRef& node : nodes) {
-        if (std::ranges::find(*to, node) == to->end()) {
-            to->push_back(node);
+        if (std::ranges::find(*list, node) == list->end()) {
+            list->push_back(node);
         }
     }
 }
 
-Result capture_wait(const ContextRef& context, const StreamRef& stream, const std::shared_ptr<CapturedEvent>& event) {
+Result capture_event_wait(const ContextRef& context, const StreamRef& stream,
+                          const std::shared_ptr<CapturedEvent>& event) {
     std::lock_guard lock(graph_mutex());
     const CaptureRef capture = event ? event->capture.lock() : nullptr;
-    const CaptureRef& of_stream = stream->capture;
+    const CaptureRef& stream_capture = stream->capture;
     if (!capture) {
         // The event stands for work outside of captures, or for a capture that has ended.
-        if (of_stream) {
-            of_stream->is_invalidated = true;
+        if (stream_capture) {
+            stream_capture->is_invalidated = true;
         }
-        return of_stream ? stream_capture_isolation : captured_event;
+        return stream_capture ? stream_capture_isolation : captured_event;
     }
-    if (capture->is_invalidated || (of_stream && of_stream->is_invalidated)) {
+    if (capture->is_invalidated || (stream_capture && stream_capture->is_invalidated)) {
         return stream_capture_invalidated;
     }
     if (stream == context->legacy_stream) {
         capture->is_invalidated = true;
         return stream_capture_implicit;
     }
-    if (!of_stream) {
-        join(capture, stream, event->nodes);
+    if (!stream_capture) {
+        join_capture(capture, stream, event->nodes);
         return success;
     }
-    if (of_stream != capture) {
-        of_stream->is_invalidated = capture->is_invalidated = true;
+    if (stream_capture != capture) {
+        stream_capture->is_invalidated = capture->is_invalidated = true;
         return stream_capture_merge;
     }
     add_missing_nodes(event->nodes, &stream->capture_dependencies);
@@ -225,10 +226,10 @@ Result refuse_captured_event(const CapturedEvent& event) {
 
 Result check_legacy_stream(const ContextRef& context, bool keeps_captures) {
     std::lock_guard lock(graph_mutex());
-    const bool is_waiting = invalidate_if(
+    const bool is_legacy_waiting = invalidate_if(
         [&](const StreamRef& stream) { return stream->is_blocking() && stream->context.lock() == context; },
         keeps_captures);
-    return is_waiting ? stream_capture_implicit : success;
+    return is_legacy_waiting ? stream_capture_implicit : success;
 }
 
 Result check_synchronisation(const ContextRef& context) {
@@ -237,14 +238,14 @@ Result check_synchronisation(const ContextRef& context) {
     return is_captured ? stream_capture_unsupported : success;
 }
 
-Result check_unobserved_call() {
+Result check_unsafe_call() {
     if (thread_mode == capture_mode_relaxed) {
         return success;
     }
     std::lock_guard lock(graph_mutex());
     Result result = success;
     for (const CaptureRef& capture : captures()) {
-        const bool is_of_this_thread = capture->thread == std::this_thread::get_id();
+        const bool is_of_this_thread = capture->thread_id == std::this_thread::get_id();
         if (is_of_this_thread ? capture->mode != capture_mode_relaxed
                               : capture->mode == capture_mode_global && thread_mode == capture_mode_global) {
             capture->is_invalidated = true;
@@ -263,9 +264,9 @@ void abandon_capture(const StreamRef& stream) {
     capture->is_invalidated = true;
     if (capture->origin.lock() == stream) {
         // No call can end this capture any more.
-        finish(capture);
+        finish_capture(capture);
     }
-    leave(stream);
+    leave_capture(stream);
 }
 
 } // namespace gdrkit::twin::cuda

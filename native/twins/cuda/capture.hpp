@@ -10,13 +10,13 @@
 
 namespace gdrkit::twin::cuda {
 
-// A capture sequence: from cuStreamBeginCapture to cuStreamEndCapture.
+// A capture, from cuStreamBeginCapture to cuStreamEndCapture.
 struct Capture {
     std::uint64_t id = 0;
     GraphRef graph;
-    bool makes_graph = false; // the graph is new, so the program gets it when the capture ends
+    bool is_graph_new = false; // the graph is new, so the program gets it when the capture ends
     int mode = capture_mode_global;
-    std::thread::id thread;
+    std::thread::id thread_id;
     std::weak_ptr<Stream> origin;
     std::vector<std::weak_ptr<Stream>> streams; // the origin, and the streams that have joined
     bool is_invalidated = false;
@@ -29,54 +29,57 @@ struct CapturedEvent {
     std::vector<NodeRef> nodes;
 };
 
-// Begin a capture in a stream, into a graph after some of its nodes, or into a new graph if it is null. End the capture
-// and store the handle of the graph, or 0. Both require graph_mutex().
+// Begin a capture in a stream. The nodes are added to `graph` after its nodes `dependencies`, or to a new graph if
+// `graph` is null. end_capture ends the capture and stores the handle of the graph, or 0 if the capture failed. Both
+// functions require graph_mutex().
 Result begin_capture(const StreamRef& stream, int mode, GraphRef graph, std::vector<NodeRef> dependencies);
 Result end_capture(const StreamRef& stream, Handle* graph);
 
-// How calls of this thread affect captures (CUstreamCaptureMode).
+// Return the capture mode of this thread (CUstreamCaptureMode): it determines which captures the calls of this thread
+// may invalidate.
 int& thread_capture_mode();
 
 // Add the nodes that are not in the list yet.
-void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* to);
+void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* list);
 
 // Return whether work of the stream is captured now, also if the capture was invalidated.
 bool is_captured(const StreamRef& stream);
 
 // Fail with stream_capture_unsupported, and invalidate the capture, if the stream is captured.
-Result refuse_captured(const StreamRef& stream);
+Result refuse_captured_stream(const StreamRef& stream);
 
-// Add a node for work that is queued in a captured stream. Fails if the capture was invalidated. Wrong parameters do
-// not invalidate the capture.
+// Add a node for work that is queued in a captured stream. Fail if the capture was invalidated. Wrong parameters do not
+// invalidate the capture.
 Result capture_node(const StreamRef& stream, NodeParameters parameters);
-// Do the same while graph_mutex() is held.
+// Do the same as capture_node, for a caller that holds graph_mutex().
 Result capture_node_locked(const StreamRef& stream, NodeParameters parameters);
 
 // Capture cuMemAllocAsync: reserve the address of an allocation on the device.
 Result capture_allocation(const StreamRef& stream, Device device, std::uint64_t length_bytes, DevicePointer* pointer);
 
 // Record an event in a captured stream without a node.
-std::shared_ptr<CapturedEvent> capture_record(const StreamRef& stream);
+std::shared_ptr<CapturedEvent> capture_event_record(const StreamRef& stream);
 
-// Let a stream wait for an event that was recorded in a captured stream, or a captured stream for any event. The stream
-// joins the capture of the event.
-Result capture_wait(const ContextRef& context, const StreamRef& stream, const std::shared_ptr<CapturedEvent>& event);
+// Make a stream wait for an event. The stream is captured, or the event was recorded in a captured stream. A stream
+// that is not captured joins the capture of the event.
+Result capture_event_wait(const ContextRef& context, const StreamRef& stream,
+                          const std::shared_ptr<CapturedEvent>& event);
 
-// Refuse a call that no capture allows for an event that was last recorded in a captured stream. Fail with
+// Refuse a call, such as cuEventQuery, for an event that was last recorded in a captured stream. Fail with
 // captured_event and invalidate the capture, or fail with invalid_value if the capture has ended.
 Result refuse_captured_event(const CapturedEvent& event);
 
 // Fail with stream_capture_implicit if a blocking stream of the context is captured, because the legacy stream would
-// wait for it. Also invalidate its capture, unless `keeps_captures`.
+// wait for that stream. Also invalidate the capture of that stream, unless `keeps_captures`.
 Result check_legacy_stream(const ContextRef& context, bool keeps_captures = false);
 
-// Fail with stream_capture_unsupported, and invalidate the capture, if a stream of the context is being captured. No
-// call can wait for the context then.
+// Fail with stream_capture_unsupported, and invalidate the capture, if a stream of the context is being captured,
+// because a call that waits for all work of the context cannot be captured.
 Result check_synchronisation(const ContextRef& context);
 
-// Fail with stream_capture_unsupported, and invalidate the capture, if this thread is prohibited from calls that a
-// capture does not observe, such as an allocation (cuThreadExchangeStreamCaptureMode).
-Result check_unobserved_call();
+// Fail with stream_capture_unsupported, and invalidate the capture, if a capture forbids this thread potentially unsafe
+// calls, such as an allocation (cuThreadExchangeStreamCaptureMode).
+Result check_unsafe_call();
 
 // Invalidate the capture of a stream whose handle is destroyed.
 void abandon_capture(const StreamRef& stream);

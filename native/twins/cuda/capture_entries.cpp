@@ -6,7 +6,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Run `body` with the stream of a handle, which may be in a capture, under the lock of the graphs.
+// Find the stream of a handle, also if it is captured, and run `body` with the stream while graph_mutex() is held.
 template <typename Body> Result run_capture_entry(std::string_view symbol, Handle handle, Body&& body) {
     return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
@@ -16,14 +16,14 @@ template <typename Body> Result run_capture_entry(std::string_view symbol, Handl
     });
 }
 
-bool is_legacy(Handle handle) {
+bool is_legacy_stream(Handle handle) {
     return handle == default_stream_handle || handle == legacy_stream_handle;
 }
 
 Result begin_capture_to_new_graph(std::string_view symbol, Handle handle, int mode) {
     return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
-        if (is_legacy(handle)) {
+        if (is_legacy_stream(handle)) {
             return stream_capture_unsupported;
         }
         const Result result = find_stream(handle, context, &stream, CapturePolicy::allow);
@@ -35,7 +35,8 @@ Result begin_capture_to_new_graph(std::string_view symbol, Handle handle, int mo
     });
 }
 
-struct CaptureInfo {
+// The pointers to which a query of a capture stores its results. A null pointer means that the result is not requested.
+struct CaptureOutputs {
     int* status;
     std::uint64_t* id;
     Handle* graph;
@@ -43,37 +44,37 @@ struct CaptureInfo {
     std::size_t* count;
 };
 
-Result query_capture(const StreamRef& stream, const CaptureInfo& info) {
-    if (info.status == nullptr) {
+Result query_capture(const StreamRef& stream, const CaptureOutputs& outputs) {
+    if (outputs.status == nullptr) {
         return invalid_value;
     }
     const CaptureRef& capture = stream->capture;
-    *info.status = !capture ? capture_none : capture->is_invalidated ? capture_invalidated : capture_active;
-    if (info.id != nullptr) {
-        *info.id = capture ? capture->id : 0;
+    *outputs.status = !capture ? capture_none : capture->is_invalidated ? capture_invalidated : capture_active;
+    if (outputs.id != nullptr) {
+        *outputs.id = capture ? capture->id : 0;
     }
-    if (*info.status != capture_active) {
+    if (*outputs.status != capture_active) {
         return success;
     }
     stream->capture_handles.clear();
     for (const NodeRef& node : stream->capture_dependencies) {
         stream->capture_handles.push_back(node->handle);
     }
-    if (info.graph != nullptr) {
-        *info.graph = capture->graph->handle;
+    if (outputs.graph != nullptr) {
+        *outputs.graph = capture->graph->handle;
     }
-    if (info.dependencies != nullptr) {
-        *info.dependencies = stream->capture_handles.data();
+    if (outputs.dependencies != nullptr) {
+        *outputs.dependencies = stream->capture_handles.data();
     }
-    if (info.count != nullptr) {
-        *info.count = stream->capture_handles.size();
+    if (outputs.count != nullptr) {
+        *outputs.count = stream->capture_handles.size();
     }
     return success;
 }
 
-Result query_capture(std::string_view symbol, Handle handle, const CaptureInfo& info) {
-    return run_capture_entry(symbol, handle,
-                             [&](const ContextRef&, const StreamRef& stream) { return query_capture(stream, info); });
+Result query_capture(std::string_view symbol, Handle handle, const CaptureOutputs& outputs) {
+    return run_capture_entry(
+        symbol, handle, [&](const ContextRef&, const StreamRef& stream) { return query_capture(stream, outputs); });
 }
 
 Result update_dependencies(const StreamRef& stream, const Handle* handles, std::size_t count, unsigned flags) {
@@ -109,7 +110,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamBeginCaptureToGraph(Handle handle, Handle graph
     return run_capture_entry("cuStreamBeginCaptureToGraph", handle, [&](const ContextRef&, const StreamRef& stream) {
         std::vector<NodeRef> nodes;
         const GraphRef graph = find_graph(graph_handle);
-        if (is_legacy(handle)) {
+        if (is_legacy_stream(handle)) {
             return stream_capture_unsupported;
         }
         if (!graph || graph->is_capturing || mode < capture_mode_global || mode > capture_mode_relaxed ||
@@ -143,8 +144,8 @@ GDRKIT_CUDA_ENTRY Result cuStreamGetCaptureInfo_v3(Handle stream, int* status, s
                                                    const Handle** dependencies, const EdgeData** edges,
                                                    std::size_t* count) {
     if (edges != nullptr) {
-        static constexpr EdgeData no_data[64] = {};
-        *edges = no_data;
+        static constexpr EdgeData default_edges[64] = {};
+        *edges = default_edges;
     }
     return query_capture("cuStreamGetCaptureInfo_v3", stream, {status, id, graph, dependencies, count});
 }

@@ -1,4 +1,4 @@
-// Conditions and the graphs of conditional nodes.
+// Conditional nodes of graphs: their conditions, and the graphs that they run.
 #include "cuda/conditional.hpp"
 
 #include <algorithm>
@@ -7,10 +7,11 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// A node can use the conditions of its graph and, in a graph of a conditional node, of the graph with that node.
+// Find a condition that a node of the graph can use: a condition of the graph or, if a conditional node runs the graph,
+// of an outer graph.
 ConditionRef find_condition(const GraphRef& graph, Handle handle) {
-    for (GraphRef owner = graph; owner; owner = owner->parent.lock()) {
-        if (const auto entry = owner->conditions.find(handle); entry != owner->conditions.end()) {
+    for (GraphRef candidate = graph; candidate; candidate = candidate->parent.lock()) {
+        if (const auto entry = candidate->conditions.find(handle); entry != candidate->conditions.end()) {
             return entry->second;
         }
     }
@@ -30,7 +31,7 @@ bool is_valid_count(const ConditionalParameters& parameters) {
     }
 }
 
-Result find_owner(Handle handle, ContextRef* context) {
+Result find_condition_context(Handle handle, ContextRef* context) {
     return handle == 0 ? find_current_context(context) : find_context(handle, context);
 }
 
@@ -64,7 +65,7 @@ Result make_conditional(const GraphRef& graph, ConditionalParameters* parameters
     if (!condition || condition->is_used || !is_valid_count(*parameters)) {
         return invalid_value;
     }
-    if (const Result result = find_owner(parameters->context, &context); result != success) {
+    if (const Result result = find_condition_context(parameters->context, &context); result != success) {
         return result;
     }
     if (condition->context.lock() != context) {
@@ -123,16 +124,17 @@ Result check_conditionals(const Graph& graph) {
 
 GDRKIT_CUDA_ENTRY Result cuGraphConditionalHandleCreate(Handle* handle, Handle graph_handle, Handle context_handle,
                                                         unsigned value, unsigned flags) {
-    return with_graph("cuGraphConditionalHandleCreate", graph_handle, [&](const GraphRef& graph) {
+    return run_with_graph("cuGraphConditionalHandleCreate", graph_handle, [&](const GraphRef& graph) {
         ContextRef context;
         if (handle == nullptr || (flags & ~condition_assign_default) != 0) {
             return invalid_value;
         }
-        const Result result = find_owner(context_handle, &context);
+        const Result result = find_condition_context(context_handle, &context);
         if (result == success) {
             auto condition = std::make_shared<Condition>();
             condition->context = context;
-            // Without a default value the value of an earlier launch stays, and no kernel has set one.
+            // Without a default value, a condition keeps the value of the launch before. No kernel can have set a
+            // value, so it is 0.
             condition->value_at_launch = (flags & condition_assign_default) != 0 ? value : 0;
             *handle = make_handle();
             graph->conditions[*handle] = std::move(condition);

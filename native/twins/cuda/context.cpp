@@ -25,7 +25,7 @@ namespace {
 constexpr std::string_view ledger_kind = "cuda_context";
 constexpr std::string_view primary_ledger_kind = "cuda_primary_context";
 
-struct Primary {
+struct PrimaryContext {
     ContextRef context;
     std::uint64_t reference_count = 0;
     std::uint32_t flags = 0;
@@ -36,7 +36,7 @@ struct Contexts {
     std::mutex mutex;
     std::condition_variable ended; // notified when the end of a primary context is complete
     std::map<Handle, ContextRef> live;
-    std::map<Device, Primary> primaries;
+    std::map<Device, PrimaryContext> primary_contexts;
     std::set<std::pair<Handle, Handle>> peers; // {context, peer context that it may access}
     std::uint64_t last_context_id = 0;
 };
@@ -64,10 +64,10 @@ std::vector<ContextRef>& thread_stack() {
 // Initial limits as observed on an H200, in the order of CUlimit.
 constexpr std::uint64_t default_limits[limit_count] = {1024, 1 << 20, 8 << 20, 2, 2048, 64, 0, 0, 0, 0};
 
-ContextRef make_context_locked(Contexts* state, Device device, std::uint32_t flags) {
+ContextRef make_context_locked(Contexts* all_contexts, Device device, std::uint32_t flags) {
     auto context = std::make_shared<Context>();
     context->handle = context->contents_owner = make_handle();
-    context->id = ++state->last_context_id;
+    context->id = ++all_contexts->last_context_id;
     context->device = device;
     context->flags = flags | context_map_host;
     for (int limit = 0; limit < limit_count; ++limit) {
@@ -77,9 +77,10 @@ ContextRef make_context_locked(Contexts* state, Device device, std::uint32_t fla
 }
 
 void forget_peers(Handle context) {
-    Contexts& state = contexts();
-    std::lock_guard lock(state.mutex);
-    std::erase_if(state.peers, [=](const auto& pair) { return pair.first == context || pair.second == context; });
+    Contexts& all_contexts = contexts();
+    std::lock_guard lock(all_contexts.mutex);
+    std::erase_if(all_contexts.peers,
+                  [=](const auto& pair) { return pair.first == context || pair.second == context; });
 }
 
 // Destroy all streams, events and memory of a context that ends, and disable its peer access.
@@ -100,13 +101,13 @@ Result create_context(Handle* handle, std::uint32_t flags, Device device) {
     if (!device_exists(device)) {
         return invalid_device;
     }
-    Contexts& state = contexts();
+    Contexts& all_contexts = contexts();
     ContextRef context;
     {
-        std::lock_guard lock(state.mutex);
-        context = make_context_locked(&state, device, flags);
+        std::lock_guard lock(all_contexts.mutex);
+        context = make_context_locked(&all_contexts, device, flags);
         context->is_alive = true;
-        state.live.emplace(context->handle, context);
+        all_contexts.live.emplace(context->handle, context);
     }
     ledger_add(ledger_kind, context->handle);
     thread_stack().push_back(context);
@@ -115,18 +116,18 @@ Result create_context(Handle* handle, std::uint32_t flags, Device device) {
 }
 
 ContextRef retain_primary(Device device) {
-    Contexts& state = contexts();
-    std::unique_lock lock(state.mutex);
-    Primary& primary = state.primaries[device];
-    state.ended.wait(lock, [&] { return !primary.is_ending; });
+    Contexts& all_contexts = contexts();
+    std::unique_lock lock(all_contexts.mutex);
+    PrimaryContext& primary = all_contexts.primary_contexts[device];
+    all_contexts.ended.wait(lock, [&] { return !primary.is_ending; });
     if (!primary.context) {
-        primary.context = make_context_locked(&state, device, primary.flags);
+        primary.context = make_context_locked(&all_contexts, device, primary.flags);
         primary.context->is_primary = true;
     }
     if (primary.reference_count++ == 0) {
         primary.context->flags = primary.flags | context_map_host;
         primary.context->is_alive = true;
-        state.live.emplace(primary.context->handle, primary.context);
+        all_contexts.live.emplace(primary.context->handle, primary.context);
         ledger_add(primary_ledger_kind, primary.context->handle);
     }
     return primary.context;
@@ -138,29 +139,29 @@ Result release_primary(Device device, bool drops_all_references) {
     if (!device_exists(device)) {
         return invalid_device;
     }
-    Contexts& state = contexts();
-    ContextRef last_released;
+    Contexts& all_contexts = contexts();
+    ContextRef released_context;
     {
-        std::unique_lock lock(state.mutex);
-        Primary& primary = state.primaries[device];
-        state.ended.wait(lock, [&] { return !primary.is_ending; });
+        std::unique_lock lock(all_contexts.mutex);
+        PrimaryContext& primary = all_contexts.primary_contexts[device];
+        all_contexts.ended.wait(lock, [&] { return !primary.is_ending; });
         if (primary.reference_count == 0) {
             return drops_all_references ? success : invalid_context;
         }
         primary.reference_count = drops_all_references ? 0 : primary.reference_count - 1;
         if (primary.reference_count == 0) {
             primary.is_ending = true;
-            last_released = primary.context;
-            last_released->is_alive = false;
-            state.live.erase(last_released->handle);
+            released_context = primary.context;
+            released_context->is_alive = false;
+            all_contexts.live.erase(released_context->handle);
         }
     }
-    if (last_released) {
-        destroy_contents(last_released);
-        const bool is_removed = ledger_remove(primary_ledger_kind, last_released->handle);
-        std::lock_guard lock(state.mutex);
-        state.primaries[device].is_ending = false;
-        state.ended.notify_all();
+    if (released_context) {
+        destroy_contents(released_context);
+        const bool is_removed = ledger_remove(primary_ledger_kind, released_context->handle);
+        std::lock_guard lock(all_contexts.mutex);
+        all_contexts.primary_contexts[device].is_ending = false;
+        all_contexts.ended.notify_all();
         return is_removed ? success : invalid_context;
     }
     return success;
@@ -173,9 +174,9 @@ Result set_primary_flags(Device device, std::uint32_t flags) {
     if (!is_valid_context_flags(flags)) {
         return invalid_value;
     }
-    Contexts& state = contexts();
-    std::lock_guard lock(state.mutex);
-    Primary& primary = state.primaries[device];
+    Contexts& all_contexts = contexts();
+    std::lock_guard lock(all_contexts.mutex);
+    PrimaryContext& primary = all_contexts.primary_contexts[device];
     primary.flags = flags;
     if (primary.reference_count != 0) {
         primary.context->flags = flags | context_map_host;
@@ -186,7 +187,7 @@ Result set_primary_flags(Device device, std::uint32_t flags) {
 } // namespace
 
 Handle make_handle() {
-    // The start value is not an address of this process. The handles only grow, so none is issued twice.
+    // The start value is not an address of this process. The handles only grow, so no handle is issued twice.
     static std::atomic<Handle> last_handle{0x7e57'0000'0000};
     return last_handle += 16;
 }
@@ -200,23 +201,23 @@ Result find_current_context(ContextRef* context) {
     return (*context)->is_alive ? success : context_is_destroyed;
 }
 
-ContextRef make_green_context(Device device, Handle green) {
+ContextRef make_green_context(Device device, Handle green_context) {
     const ContextRef primary = retain_primary(device);
-    Contexts& state = contexts();
-    std::lock_guard lock(state.mutex);
-    const ContextRef context = make_context_locked(&state, device, primary->flags);
-    context->green = green;
+    Contexts& all_contexts = contexts();
+    std::lock_guard lock(all_contexts.mutex);
+    const ContextRef context = make_context_locked(&all_contexts, device, primary->flags);
+    context->green_context = green_context;
     context->contents_owner = primary->handle;
     context->is_alive = true;
-    state.live.emplace(context->handle, context);
+    all_contexts.live.emplace(context->handle, context);
     return context;
 }
 
 void destroy_green_context(const ContextRef& context) {
     {
-        Contexts& state = contexts();
-        std::lock_guard lock(state.mutex);
-        state.live.erase(context->handle);
+        Contexts& all_contexts = contexts();
+        std::lock_guard lock(all_contexts.mutex);
+        all_contexts.live.erase(context->handle);
     }
     context->is_alive = false;
     close_streams(context);
@@ -231,16 +232,16 @@ bool is_valid_context_flags(std::uint32_t flags) {
 }
 
 bool has_live_context(Device device) {
-    Contexts& state = contexts();
-    std::lock_guard lock(state.mutex);
-    return std::ranges::any_of(state.live, [&](const auto& entry) { return entry.second->device == device; });
+    Contexts& all_contexts = contexts();
+    std::lock_guard lock(all_contexts.mutex);
+    return std::ranges::any_of(all_contexts.live, [&](const auto& entry) { return entry.second->device == device; });
 }
 
 Result find_context(Handle handle, ContextRef* context) {
-    Contexts& state = contexts();
-    std::lock_guard lock(state.mutex);
-    const auto entry = state.live.find(handle);
-    if (entry == state.live.end()) {
+    Contexts& all_contexts = contexts();
+    std::lock_guard lock(all_contexts.mutex);
+    const auto entry = all_contexts.live.find(handle);
+    if (entry == all_contexts.live.end()) {
         return invalid_context;
     }
     *context = entry->second;
@@ -298,9 +299,9 @@ GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxGetState(Device device, unsigned* fla
         if (flags == nullptr || active == nullptr) {
             return invalid_value;
         }
-        Contexts& state = contexts();
-        std::lock_guard lock(state.mutex);
-        const Primary& primary = state.primaries[device];
+        Contexts& all_contexts = contexts();
+        std::lock_guard lock(all_contexts.mutex);
+        const PrimaryContext& primary = all_contexts.primary_contexts[device];
         *active = primary.reference_count != 0 ? 1 : 0;
         *flags = primary.flags;
         return success;
@@ -315,17 +316,17 @@ GDRKIT_CUDA_ENTRY Result cuCtxCreate_v2(Handle* handle, unsigned flags, Device d
 
 GDRKIT_CUDA_ENTRY Result cuCtxCreate_v3(Handle* handle, void* affinity, int count, unsigned flags, Device device) {
     return run_entry("cuCtxCreate_v3", [&] {
-        const bool no_parameters = affinity == nullptr && count == 0;
-        return no_parameters ? create_context(handle, flags, device) : not_supported;
+        const bool has_no_parameters = affinity == nullptr && count == 0;
+        return has_no_parameters ? create_context(handle, flags, device) : not_supported;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxCreate_v4(Handle* handle, const ContextParameters* parameters, unsigned flags,
                                         Device device) {
     return run_entry("cuCtxCreate_v4", [&] {
-        const bool no_parameters =
+        const bool has_no_parameters =
             parameters == nullptr || (parameters->exec_affinity == nullptr && parameters->cig == nullptr);
-        return no_parameters ? create_context(handle, flags, device) : not_supported;
+        return has_no_parameters ? create_context(handle, flags, device) : not_supported;
     });
 }
 
@@ -333,23 +334,23 @@ GDRKIT_CUDA_ENTRY Result cuCtxDestroy_v2(Handle handle) {
     return run_entry("cuCtxDestroy_v2", [&] {
         ContextRef context;
         {
-            Contexts& state = contexts();
-            std::lock_guard lock(state.mutex);
-            const auto entry = state.live.find(handle);
-            if (entry != state.live.end()) {
+            Contexts& all_contexts = contexts();
+            std::lock_guard lock(all_contexts.mutex);
+            const auto entry = all_contexts.live.find(handle);
+            if (entry != all_contexts.live.end()) {
                 context = entry->second;
             }
         }
-        if (context && (context->is_primary || context->green != 0)) {
+        if (context && (context->is_primary || context->green_context != 0)) {
             return invalid_context;
         }
         if (!ledger_remove(ledger_kind, handle)) {
             return invalid_context;
         }
         {
-            Contexts& state = contexts();
-            std::lock_guard lock(state.mutex);
-            state.live.erase(handle);
+            Contexts& all_contexts = contexts();
+            std::lock_guard lock(all_contexts.mutex);
+            all_contexts.live.erase(handle);
         }
         context->is_alive = false;
         destroy_contents(context);
@@ -432,9 +433,9 @@ GDRKIT_CUDA_ENTRY Result cuCtxEnablePeerAccess(Handle peer, unsigned flags) {
         if (peer_context->device == context->device) {
             return peer_access_unsupported;
         }
-        Contexts& state = contexts();
-        std::lock_guard lock(state.mutex);
-        return state.peers.emplace(context->handle, peer).second ? success : peer_access_already_enabled;
+        Contexts& all_contexts = contexts();
+        std::lock_guard lock(all_contexts.mutex);
+        return all_contexts.peers.emplace(context->handle, peer).second ? success : peer_access_already_enabled;
     });
 }
 
@@ -444,9 +445,9 @@ GDRKIT_CUDA_ENTRY Result cuCtxDisablePeerAccess(Handle peer) {
         if (const Result result = find_context(peer, &peer_context); result != success) {
             return result;
         }
-        Contexts& state = contexts();
-        std::lock_guard lock(state.mutex);
-        return state.peers.erase({context->handle, peer}) == 1 ? success : peer_access_not_enabled;
+        Contexts& all_contexts = contexts();
+        std::lock_guard lock(all_contexts.mutex);
+        return all_contexts.peers.erase({context->handle, peer}) == 1 ? success : peer_access_not_enabled;
     });
 }
 

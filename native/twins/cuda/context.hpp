@@ -21,9 +21,9 @@ struct Context {
     std::uint64_t id = 0;
     Device device = 0;
     bool is_primary = false;
-    Handle green = 0; // the green context that this context stands for, or 0
-    // The context to which memory, arrays and events of this context belong: the primary context for a green context,
-    // else this context.
+    Handle green_context = 0; // the green context that this context stands for, or 0
+    // The context to which memory, arrays and events of this context belong: for a green context the primary context,
+    // for other contexts this context.
     Handle contents_owner = 0;
     std::atomic<std::uint32_t> flags{0};
     // A primary context without references is not alive. The next retain makes it alive again with the same handle.
@@ -31,16 +31,17 @@ struct Context {
     std::array<std::atomic<std::uint64_t>, limit_count> limits{};
 
     // The following members are guarded by the mutex of stream.cpp. `streams` has every stream except the legacy
-    // default stream. A destroyed stream stays in it until its queued work is done.
+    // default stream. A destroyed stream stays in `streams` until its queued work is done.
     std::shared_ptr<Stream> legacy_stream;
     std::vector<std::shared_ptr<Stream>> streams;
     std::map<std::thread::id, std::shared_ptr<Stream>> thread_streams;
-    // Marker of the last copy between this context and another, or null. All later work of this context waits for it.
+    // The marker of the last copy between this context and another context, or null. All later work of this context
+    // waits for it.
     std::shared_ptr<Marker> barrier;
 };
 using ContextRef = std::shared_ptr<Context>;
 
-// Find the context on top of the calling thread's stack. Fails with invalid_context if the stack is empty, and with
+// Find the context on top of the calling thread's stack. Fail with invalid_context if the stack is empty, and with
 // context_is_destroyed if the context was destroyed.
 Result find_current_context(ContextRef* context);
 
@@ -49,11 +50,11 @@ Result find_context(Handle handle, ContextRef* context);
 
 // Create the context that represents a green context. It is current in no thread, and retains the primary context of
 // the device.
-ContextRef make_green_context(Device device, Handle green);
+ContextRef make_green_context(Device device, Handle green_context);
 // Destroy this context and its streams, and release the primary context.
 void destroy_green_context(const ContextRef& context);
 
-// Return whether these are flags of a context (CUctx_flags), with at most one kind of scheduling.
+// Return whether the flags are valid CUctx_flags with at most one scheduling flag.
 bool is_valid_context_flags(std::uint32_t flags);
 
 // Return whether a context of this device is alive.

@@ -22,13 +22,13 @@ Result find_context_or_current(Handle handle, const ContextRef& current, Context
 
 // Wait for all queued work of a context, and for a primary context also of the green contexts of its device. If a
 // stream of the context is being captured, invalidate the capture and fail with stream_capture_unsupported.
-Result wait_for(const ContextRef& context) {
+Result wait_for_context(const ContextRef& context) {
     const Result result = check_synchronisation(context);
     if (result == success) {
         synchronise(context);
-        for (const ContextRef& green :
+        for (const ContextRef& green_context :
              context->is_primary ? list_green_contexts(context->device) : std::vector<ContextRef>()) {
-            synchronise(green);
+            synchronise(green_context);
         }
     }
     return result;
@@ -61,7 +61,8 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetDevice_v2(Device* device, Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxSynchronize() {
-    return run_entry_in_context("cuCtxSynchronize", [](const ContextRef& context) { return wait_for(context); });
+    return run_entry_in_context("cuCtxSynchronize",
+                                [](const ContextRef& context) { return wait_for_context(context); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxSynchronize_v2(Handle handle) {
@@ -70,7 +71,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxSynchronize_v2(Handle handle) {
         if (const Result result = find_context_or_current(handle, current, &context); result != success) {
             return result;
         }
-        return wait_for(context);
+        return wait_for_context(context);
     });
 }
 

@@ -15,12 +15,12 @@
 
 using namespace gdrkit::twin;
 
-extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size) {
+extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size_bytes) {
     // Memory that was freed while a dma-buf of it existed is reclaimed first, so that the counts are current.
     cuda::reclaim_unreferenced_memory();
     const std::string json = "{\"library\":\"cuda\",\"handles\":" + ledger_json() +
                              ",\"calls\":" + format_calls_json() + ",\"seed\":" + std::to_string(config().seed) + "}";
-    return std::snprintf(buffer, size, "%s", json.c_str());
+    return std::snprintf(buffer, size_bytes, "%s", json.c_str());
 }
 
 // The twin of NVML calls this function.
@@ -29,7 +29,7 @@ extern "C" [[gnu::visibility("default")]] int gdrkit_twin_gpu_usage(int number, 
     if (!device || !cuda::has_live_context(*device)) {
         return 0;
     }
-    *used_bytes = cuda::device_memory_bytes - cuda::free_bytes(*device);
+    *used_bytes = cuda::device_memory_bytes - cuda::count_free_bytes(*device);
     return 1;
 }
 

@@ -13,12 +13,13 @@ bool is_empty(const CopyRequest& request) {
 }
 
 Result resolve_operands(const ContextRef& context, const CopyRequest& request, Operand* to, Operand* from) {
-    // Check the source first: the number of rows may be too large for a list of the rows of the destination.
-    Result result = check(request.from, *context, request.from_memory, Access::read);
+    // Check the source first. If the number of rows is far too large, this check fails, and no list of the
+    // destination's rows is made.
+    Result result = check_layout(request.from, *context, request.from_memory, Access::read);
     if (result == success) {
-        result = resolve(request.to, *context, request.to_memory, Access::write, to);
+        result = resolve_layout(request.to, *context, request.to_memory, Access::write, to);
     }
-    return result != success ? result : resolve(request.from, *context, request.from_memory, Access::read, from);
+    return result != success ? result : resolve_layout(request.from, *context, request.from_memory, Access::read, from);
 }
 
 CopySide3d make_copy_side(const Layout& layout, AllowedMemory allowed) {
@@ -30,7 +31,7 @@ CopySide3d make_copy_side(const Layout& layout, AllowedMemory allowed) {
     return side;
 }
 
-// Describe a copy that was captured, as a node of a graph does.
+// Convert a captured copy to the description that a node of a graph stores.
 Copy3d describe_copy(const CopyRequest& request) {
     return {make_copy_side(request.from, request.from_memory), make_copy_side(request.to, request.to_memory),
             request.to.width_bytes, request.to.height, request.to.depth};

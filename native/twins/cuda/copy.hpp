@@ -10,7 +10,7 @@
 
 namespace gdrkit::twin::cuda {
 
-// Both layouts have the same width, height and depth.
+// A copy. Both layouts have the same width, height and depth.
 struct CopyRequest {
     Layout to, from;
     AllowedMemory to_memory = AllowedMemory::any, from_memory = AllowedMemory::any;
@@ -33,13 +33,13 @@ Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle t
 // function returns, a pageable source has been read, and a pageable destination has been written.
 Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handle stream_handle);
 
-// Convert the description of a copy of rows, as it is in a graph.
+// Convert the driver's description of a copy of rows.
 Result make_copy_request(const Copy3d* copy, CopyRequest* request);
 
-// Check a copy and return the work that carries it out, which is empty for an empty copy.
+// Check a copy and store the function that carries it out, or an empty function for an empty copy.
 Result prepare_copy(const ContextRef& context, const CopyRequest& request, std::function<void()>* work);
 
-// Queue a copy between two contexts, which must exist. The copy itself does not use them.
+// Queue a copy between two contexts, which must exist. The copy itself does not use the contexts.
 Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context,
                          Handle stream_handle);
 

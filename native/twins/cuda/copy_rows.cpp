@@ -1,4 +1,5 @@
-// cuMemcpy2D* and cuMemcpy3D*: copies of rows between memory with pitches. An array is memory without gaps.
+// cuMemcpy2D* and cuMemcpy3D*: copies of rows between memory with pitches and arrays. The rows of an array have no
+// gaps.
 #include <utility>
 
 #include "cuda/array.hpp"
@@ -14,12 +15,12 @@ struct CopyExtent {
     std::uint64_t width_bytes, height, depth;
 };
 
-// Return whether `count` items that begin at `first` end at `end` or before.
+// Return whether `count` items from index `first` on lie before index `end`.
 bool fits(std::uint64_t first, std::uint64_t count, std::uint64_t end) {
     return first <= end && count <= end - first;
 }
 
-// Find the address and the memory that one side of a copy names.
+// Find the address of one side of a copy, and the memory to which the address may refer.
 Result find_base(const CopySide3d& side, std::uint64_t* address, AllowedMemory* allowed) {
     switch (side.memory_type) {
     case memory_host:
@@ -48,14 +49,15 @@ Result use_array(const CopyExtent& extent, CopySide3d* side) {
     side->memory_type = memory_device;
     side->device = array->range->base;
     side->pitch_bytes = array->row_bytes;
-    side->height = array->rows;
-    return fits(side->x_bytes, extent.width_bytes, array->row_bytes) && fits(side->y, extent.height, array->rows) &&
-                   fits(side->z, extent.depth, array->slices)
+    side->height = array->row_count;
+    return fits(side->x_bytes, extent.width_bytes, array->row_bytes) &&
+                   fits(side->y, extent.height, array->row_count) && fits(side->z, extent.depth, array->slice_count)
                ? success
                : invalid_value;
 }
 
-// Convert one side of a copy. The pitch counts only with several rows, and the height only with several slices.
+// Convert one side of a copy. The pitch matters only if there are several rows, and the height only if there are
+// several slices.
 Result compute_layout(const CopySide3d& requested, const CopyExtent& extent, Layout* layout, AllowedMemory* allowed) {
     CopySide3d side = requested;
     if (requested.memory_type == memory_array) {
@@ -81,9 +83,9 @@ Result compute_layout(const CopySide3d& requested, const CopyExtent& extent, Lay
         (!fits(side.y, extent.height, side.height) || __builtin_mul_overflow(pitch_bytes, side.height, &slice_bytes))) {
         return invalid_value;
     }
-    const std::pair<std::uint64_t, std::uint64_t> steps[] = {
+    const std::pair<std::uint64_t, std::uint64_t> offsets[] = {
         {1, side.x_bytes}, {side.y, pitch_bytes}, {side.z, slice_bytes}};
-    for (const auto& [count, bytes] : steps) {
+    for (const auto& [count, bytes] : offsets) {
         std::uint64_t offset = 0;
         if (__builtin_mul_overflow(count, bytes, &offset) || __builtin_add_overflow(address, offset, &address)) {
             return invalid_value;
@@ -111,7 +113,7 @@ CopySide3d make_copy_side(const CopySide2d& side) {
             Handle{0},    side.pitch_bytes, 0};
 }
 
-// A copy of rows is a copy of one slice.
+// A 2D copy is a 3D copy of one slice.
 Result make_copy_request(const Copy2d* copy, CopyRequest* request) {
     if (copy == nullptr) {
         return invalid_value;

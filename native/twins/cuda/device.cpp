@@ -18,7 +18,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The same for every device; the meaning of each value is in DeviceProperties.
+// The properties of every device. The members of DeviceProperties name the values.
 constexpr DeviceProperties common_properties = {
     1024, {1024, 1024, 64}, {INT_MAX, 65535, 65535}, 49152, 65536, 32, INT_MAX, 65536, 1000000, 512};
 
@@ -29,8 +29,8 @@ struct AttributeValue {
     int value;
 };
 
-// Attributes that are not listed are 0. They are limits of features that the twin does not have (kernels, fetches from
-// textures), and properties that it does not support.
+// Attributes that are not listed are 0: limits of features that the twin does not have (kernels, texture fetches), and
+// properties that it does not support.
 constexpr AttributeValue attribute_values[] = {
     {device_max_threads_per_block, 1024},
     {2, 1024}, // 2 to 7: largest block and grid dimensions of compute capability 9.0
@@ -109,7 +109,7 @@ Result fill_uuid(Uuid* uuid, Device device) {
 } // namespace
 
 bool device_exists(Device device) {
-    return device >= 0 && device < static_cast<int>(visible_devices().physical.size());
+    return device >= 0 && device < static_cast<int>(visible_devices().physical_numbers.size());
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetCount(int* count) {
@@ -117,7 +117,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetCount(int* count) {
         if (count == nullptr) {
             return invalid_value;
         }
-        *count = static_cast<int>(visible_devices().physical.size());
+        *count = static_cast<int>(visible_devices().physical_numbers.size());
         return success;
     });
 }
@@ -129,12 +129,12 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGet(Device* device, int ordinal) {
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuDeviceGetName(char* name, int size, Device device) {
+GDRKIT_CUDA_ENTRY Result cuDeviceGetName(char* name, int size_bytes, Device device) {
     return run_device_entry("cuDeviceGetName", device, name, [&] {
-        if (size <= 0) {
+        if (size_bytes <= 0) {
             return invalid_value;
         }
-        std::snprintf(name, static_cast<std::size_t>(size), "%s", gpu_name.data());
+        std::snprintf(name, static_cast<std::size_t>(size_bytes), "%s", gpu_name.data());
         return success;
     });
 }
@@ -182,15 +182,15 @@ GDRKIT_CUDA_ENTRY Result cuDeviceComputeCapability(int* major, int* minor, Devic
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* text, int size, Device device) {
-    return run_device_entry("cuDeviceGetPCIBusId", device, text, [&] {
+GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* buffer, int size_bytes, Device device) {
+    return run_device_entry("cuDeviceGetPCIBusId", device, buffer, [&] {
         char bus_id[16];
         const int length =
             std::snprintf(bus_id, sizeof bus_id, "0000:%02X:00.0", first_gpu_pci_bus + get_physical_number(device));
-        if (size <= length) {
+        if (size_bytes <= length) {
             return invalid_value;
         }
-        std::memcpy(text, bus_id, static_cast<std::size_t>(length) + 1);
+        std::memcpy(buffer, bus_id, static_cast<std::size_t>(length) + 1);
         return success;
     });
 }

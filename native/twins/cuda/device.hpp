@@ -1,4 +1,4 @@
-// The emulated GPUs.
+// Limits of the emulated GPUs, and the check of a device ordinal.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace gdrkit::twin::cuda {
 // The largest distance between two rows of a copy or memset.
 inline constexpr std::uint64_t max_pitch_bytes = 0x7fffffff;
 
-// An H200 has this number. The twin runs no kernels on them.
+// The number of multiprocessors of an H200. The twin runs no kernels on them.
 inline constexpr int multiprocessor_count = 132;
 
 inline constexpr std::uint64_t device_memory_bytes = gpu_memory_bytes;

@@ -22,7 +22,7 @@ bool begin_call(std::string_view symbol, Result* error);
 // process (a forked child counts as another process), and the thread must not run a host function of a stream.
 Result check_ready();
 
-// Convert exceptions to error codes: none may reach a C caller.
+// Convert exceptions to error codes, because no exception may reach a C caller.
 template <typename Body> Result catch_exceptions(Body&& body) {
     try {
         return std::forward<Body>(body)();

@@ -17,11 +17,11 @@ struct Event {
     Handle context = 0;
     std::uint32_t flags = 0;
     std::mutex mutex;
-    MarkerRef marker;                        // of the last record of the event, or null
+    MarkerRef marker;                        // marker of the last record, or null
     std::shared_ptr<CapturedEvent> captured; // the last record, if it was in a captured stream, else null
     // The state of an interprocess event, else null. It is set before the event becomes visible to other threads.
-    std::shared_ptr<SharedEvent> shared;
-    bool is_imported = false; // another process has made the event
+    std::shared_ptr<SharedEvent> shared_event;
+    bool is_imported = false; // another process has created the event
 
     void set_record(MarkerRef new_marker, std::shared_ptr<CapturedEvent> new_captured) {
         std::lock_guard lock(mutex);
@@ -60,16 +60,17 @@ Result record_event(const ContextRef& context, Handle handle, Handle stream_hand
         return capture_node(stream, RecordNode{handle});
     }
     if (is_captured_stream) {
-        event->set_record(nullptr, capture_record(stream));
+        event->set_record(nullptr, capture_event_record(stream));
         return success;
     }
-    if (event->shared) {
-        const std::uint32_t number = event->shared->begin_record();
+    if (event->shared_event) {
+        const std::uint32_t number = event->shared_event->begin_record();
         try {
             enqueue(
-                stream, [shared = event->shared, number] { shared->end_record(number); }, Timing::immediate);
+                stream, [shared_event = event->shared_event, number] { shared_event->end_record(number); },
+                Timing::immediate);
         } catch (...) {
-            event->shared->end_record(number);
+            event->shared_event->end_record(number);
             throw;
         }
         event->set_record(nullptr, nullptr);
@@ -107,15 +108,16 @@ Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_h
 }
 
 bool is_done(const EventRecord& record) {
-    return record.shared ? record.shared->is_done(record.number) : !record.marker || are_done({record.marker});
+    return record.shared_event ? record.shared_event->is_done(record.number)
+                               : !record.marker || are_done({record.marker});
 }
 
-Handle add_event(const ContextRef& context, std::uint32_t flags, std::shared_ptr<SharedEvent> shared,
+Handle add_event(const ContextRef& context, std::uint32_t flags, std::shared_ptr<SharedEvent> shared_event,
                  bool is_imported) {
     auto event = std::make_shared<Event>();
     event->context = context->contents_owner;
     event->flags = flags;
-    event->shared = std::move(shared);
+    event->shared_event = std::move(shared_event);
     event->is_imported = is_imported;
     const Handle handle = make_handle();
     events().add(handle, std::move(event));
@@ -130,8 +132,8 @@ Result find_record(Handle handle, EventRecord* record) {
         return invalid_handle;
     }
     record->marker = event->get_recorded_marker();
-    record->shared = event->shared;
-    record->number = event->shared ? event->shared->get_last_record() : 0;
+    record->shared_event = event->shared_event;
+    record->number = event->shared_event ? event->shared_event->get_last_record() : 0;
     record->captured = event->get_captured_record();
     return success;
 }
@@ -145,39 +147,41 @@ std::function<void()> begin_record(Handle handle) {
     if (!event) {
         return {};
     }
-    if (event->shared) {
+    if (event->shared_event) {
         event->set_record(nullptr, nullptr);
-        return [shared = event->shared, number = event->shared->begin_record()] { shared->end_record(number); };
+        return [shared_event = event->shared_event, number = event->shared_event->begin_record()] {
+            shared_event->end_record(number);
+        };
     }
     MarkerRef marker = make_marker();
     event->set_record(marker, nullptr);
-    return [marker] { complete(marker); };
+    return [marker] { complete_marker(marker); };
 }
 
 void wait_until_done(const EventRecord& record) {
-    if (record.shared) {
-        record.shared->wait_until_done(record.number);
+    if (record.shared_event) {
+        record.shared_event->wait_until_done(record.number);
     } else if (record.marker) {
         wait_until_done(record.marker);
     }
 }
 
 void enqueue_wait(const StreamRef& stream, const EventRecord& record) {
-    if (record.shared) {
+    if (record.shared_event) {
         enqueue(
-            stream, [record] { record.shared->wait_until_done(record.number); }, Timing::immediate);
+            stream, [record] { record.shared_event->wait_until_done(record.number); }, Timing::immediate);
     } else if (record.marker) {
         enqueue(stream, {}, Timing::immediate, {record.marker});
     }
 }
 
-std::shared_ptr<SharedEvent> find_exportable(Handle handle) {
+std::shared_ptr<SharedEvent> find_exportable_event(Handle handle) {
     const auto event = events().find(handle);
-    return event && !event->is_imported ? event->shared : nullptr;
+    return event && !event->is_imported ? event->shared_event : nullptr;
 }
 
-Handle add_imported(const ContextRef& context, std::shared_ptr<SharedEvent> shared) {
-    return add_event(context, event_disable_timing | event_interprocess, std::move(shared), true);
+Handle add_imported_event(const ContextRef& context, std::shared_ptr<SharedEvent> shared_event) {
+    return add_event(context, event_disable_timing | event_interprocess, std::move(shared_event), true);
 }
 
 void destroy_context_events(Handle context) {
@@ -191,14 +195,14 @@ GDRKIT_CUDA_ENTRY Result cuEventCreate(Handle* handle, unsigned flags) {
         if (handle == nullptr || (flags & ~known_flags) != 0 || is_timed_and_interprocess) {
             return invalid_value;
         }
-        std::shared_ptr<SharedEvent> shared;
+        std::shared_ptr<SharedEvent> shared_event;
         if ((flags & event_interprocess) != 0) {
-            shared = SharedEvent::make();
-            if (!shared) {
+            shared_event = SharedEvent::make();
+            if (!shared_event) {
                 return out_of_memory;
             }
         }
-        *handle = add_event(context, flags, std::move(shared), false);
+        *handle = add_event(context, flags, std::move(shared_event), false);
         return success;
     });
 }
@@ -222,7 +226,7 @@ GDRKIT_CUDA_ENTRY Result cuEventQuery(Handle handle) {
         if (record.captured) {
             return refuse_captured_event(*record.captured);
         }
-        if (const Result result = check_unobserved_call(); result != success) {
+        if (const Result result = check_unsafe_call(); result != success) {
             return result;
         }
         return is_done(record) ? success : not_ready;
@@ -238,7 +242,7 @@ GDRKIT_CUDA_ENTRY Result cuEventSynchronize(Handle handle) {
         if (record.captured) {
             return refuse_captured_event(*record.captured);
         }
-        if (const Result result = check_unobserved_call(); result != success) {
+        if (const Result result = check_unsafe_call(); result != success) {
             return result;
         }
         wait_until_done(record);

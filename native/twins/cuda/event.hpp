@@ -1,4 +1,4 @@
-// Events: each refers to the point in a stream at which it was last recorded.
+// CUDA events. Each event refers to the point in a stream at which it was last recorded.
 #pragma once
 
 #include <functional>
@@ -14,32 +14,32 @@ struct CapturedEvent;
 
 // The last record of an event.
 struct EventRecord {
-    MarkerRef marker;                        // null if the event was never recorded, or is an interprocess event
-    std::shared_ptr<SharedEvent> shared;     // null unless the event is an interprocess event
-    std::uint32_t number = 0;                // of the record, in `shared`
-    std::shared_ptr<CapturedEvent> captured; // null unless the event was last recorded in a captured stream
+    MarkerRef marker;                          // null if the event was never recorded, or is an interprocess event
+    std::shared_ptr<SharedEvent> shared_event; // null unless the event is an interprocess event
+    std::uint32_t number = 0;                  // number of the record in `shared_event`
+    std::shared_ptr<CapturedEvent> captured;   // null unless the event was last recorded in a captured stream
 
     [[nodiscard]] bool exists() const { return marker != nullptr || number != 0 || captured != nullptr; }
 };
 
-// Find the last record of the event with this handle. Fails with invalid_handle.
+// Find the last record of the event with this handle, or fail with invalid_handle.
 Result find_record(Handle event, EventRecord* record);
 
 bool event_exists(Handle event);
 
-// Let an event count as recorded from now on. The returned function ends the record.
+// Begin a record of an event: the event is not done until the caller calls the returned function.
 std::function<void()> begin_record(Handle event);
 
 void wait_until_done(const EventRecord& record);
 
-// Queue in a stream a wait for the record.
+// Make the later work of a stream wait for the record.
 void enqueue_wait(const StreamRef& stream, const EventRecord& record);
 
-// Return the state of an interprocess event that this process has made, else null.
-std::shared_ptr<SharedEvent> find_exportable(Handle event);
+// Return the state of an interprocess event that this process has created, else null.
+std::shared_ptr<SharedEvent> find_exportable_event(Handle event);
 
 // Add an event of another process and return its handle.
-Handle add_imported(const ContextRef& context, std::shared_ptr<SharedEvent> shared);
+Handle add_imported_event(const ContextRef& context, std::shared_ptr<SharedEvent> shared_event);
 
 // Destroy all events of a context that ends.
 void destroy_context_events(Handle context);

@@ -18,7 +18,7 @@ struct Fill {
     std::uint32_t value = 0;
     std::uint64_t width_bytes = 1;
     std::uint64_t count = 0;
-    std::uint64_t rows = 1;
+    std::uint64_t row_count = 1;
     std::uint64_t pitch_bytes = 0; // the distance between two rows; unused if there is only one
 };
 
@@ -31,10 +31,10 @@ Result compute_layout(const Fill& request, Layout* layout) {
     }
     const bool is_valid_pitch = request.pitch_bytes >= row_bytes && request.pitch_bytes <= max_pitch_bytes &&
                                 request.pitch_bytes % request.width_bytes == 0;
-    if (request.rows > 1 && !is_valid_pitch) {
+    if (request.row_count > 1 && !is_valid_pitch) {
         return invalid_value;
     }
-    *layout = {request.to, row_bytes, request.rows, 1, request.pitch_bytes};
+    *layout = {request.to, row_bytes, request.row_count, 1, request.pitch_bytes};
     return success;
 }
 
@@ -52,10 +52,11 @@ void fill_bytes(const Operand& to, std::uint32_t value, std::uint64_t width_byte
             byte = pattern[offset++ % width_bytes];
         }
     }
-    std::ranges::for_each(to.viewed, show);
+    std::ranges::for_each(to.viewed_bytes, update_view);
 }
 
-// if_required: the call waits for the memset in the cases in which the real driver's synchronous memset waits.
+// SyncMode says whether a call waits for its memset. if_required: the call waits in the cases in which the real
+// driver's synchronous memset waits.
 enum class SyncMode { if_required, asynchronous };
 
 // Queue a memset. As with the real driver, even the synchronous function returns before a memset of device memory is
@@ -68,7 +69,7 @@ Result enqueue_fill(const ContextRef& context, const Fill& request, Handle strea
     if (is_captured(stream)) {
         const FillParameters parameters{request.to,    request.pitch_bytes,
                                         request.value, static_cast<std::uint32_t>(request.width_bytes),
-                                        request.count, request.rows};
+                                        request.count, request.row_count};
         return capture_node(stream, FillNode{parameters, context->handle});
     }
     Layout layout;
@@ -79,7 +80,7 @@ Result enqueue_fill(const ContextRef& context, const Fill& request, Handle strea
         return success;
     }
     Operand to;
-    if (const Result result = resolve(layout, *context, AllowedMemory::device_only, Access::write, &to);
+    if (const Result result = resolve_layout(layout, *context, AllowedMemory::device_only, Access::write, &to);
         result != success) {
         return result;
     }
@@ -87,7 +88,9 @@ Result enqueue_fill(const ContextRef& context, const Fill& request, Handle strea
         sync_mode == SyncMode::if_required && (to.is_host || to.has_sync_memops || is_sync_memops_set(*context));
     const MarkerRef marker = enqueue(
         stream,
-        [to = std::move(to), value = request.value, width = request.width_bytes] { fill_bytes(to, value, width); },
+        [to = std::move(to), value = request.value, element_bytes = request.width_bytes] {
+            fill_bytes(to, value, element_bytes);
+        },
         Timing::delayed);
     if (must_wait) {
         wait_until_done(marker);
@@ -98,21 +101,22 @@ Result enqueue_fill(const ContextRef& context, const Fill& request, Handle strea
 } // namespace
 
 Result prepare_fill(const ContextRef& context, const FillParameters& parameters, std::function<void()>* work) {
-    const std::uint32_t width = parameters.element_bytes;
+    const std::uint32_t element_bytes = parameters.element_bytes;
     Layout layout;
-    if (width != 1 && width != 2 && width != 4) {
+    if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4) {
         return invalid_value;
     }
     Result result = compute_layout(
-        {parameters.to, parameters.value, width, parameters.width, parameters.height, parameters.pitch_bytes}, &layout);
+        {parameters.to, parameters.value, element_bytes, parameters.width, parameters.height, parameters.pitch_bytes},
+        &layout);
     if (result != success || layout.width_bytes == 0 || layout.height == 0) {
         *work = nullptr;
         return result;
     }
     Operand to;
-    result = resolve(layout, *context, AllowedMemory::device_only, Access::write, &to);
+    result = resolve_layout(layout, *context, AllowedMemory::device_only, Access::write, &to);
     if (result == success) {
-        *work = [to = std::move(to), value = parameters.value, width] { fill_bytes(to, value, width); };
+        *work = [to = std::move(to), value = parameters.value, element_bytes] { fill_bytes(to, value, element_bytes); };
     }
     return result;
 }
@@ -154,47 +158,47 @@ GDRKIT_CUDA_ENTRY Result cuMemsetD32Async(DevicePointer to, unsigned value, std:
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D8_v2(DevicePointer to, std::size_t pitch_bytes, unsigned char value,
-                                         std::size_t count, std::size_t rows) {
+                                         std::size_t count, std::size_t row_count) {
     return run_entry_in_context("cuMemsetD2D8_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 1, count, rows, pitch_bytes}, legacy_stream_handle,
+        return enqueue_fill(context, {to, value, 1, count, row_count, pitch_bytes}, legacy_stream_handle,
                             SyncMode::if_required);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D16_v2(DevicePointer to, std::size_t pitch_bytes, unsigned short value,
-                                          std::size_t count, std::size_t rows) {
+                                          std::size_t count, std::size_t row_count) {
     return run_entry_in_context("cuMemsetD2D16_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 2, count, rows, pitch_bytes}, legacy_stream_handle,
+        return enqueue_fill(context, {to, value, 2, count, row_count, pitch_bytes}, legacy_stream_handle,
                             SyncMode::if_required);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D32_v2(DevicePointer to, std::size_t pitch_bytes, unsigned value, std::size_t count,
-                                          std::size_t rows) {
+                                          std::size_t row_count) {
     return run_entry_in_context("cuMemsetD2D32_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 4, count, rows, pitch_bytes}, legacy_stream_handle,
+        return enqueue_fill(context, {to, value, 4, count, row_count, pitch_bytes}, legacy_stream_handle,
                             SyncMode::if_required);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D8Async(DevicePointer to, std::size_t pitch_bytes, unsigned char value,
-                                           std::size_t count, std::size_t rows, Handle stream) {
+                                           std::size_t count, std::size_t row_count, Handle stream) {
     return run_entry_in_context("cuMemsetD2D8Async", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 1, count, rows, pitch_bytes}, stream, SyncMode::asynchronous);
+        return enqueue_fill(context, {to, value, 1, count, row_count, pitch_bytes}, stream, SyncMode::asynchronous);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D16Async(DevicePointer to, std::size_t pitch_bytes, unsigned short value,
-                                            std::size_t count, std::size_t rows, Handle stream) {
+                                            std::size_t count, std::size_t row_count, Handle stream) {
     return run_entry_in_context("cuMemsetD2D16Async", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 2, count, rows, pitch_bytes}, stream, SyncMode::asynchronous);
+        return enqueue_fill(context, {to, value, 2, count, row_count, pitch_bytes}, stream, SyncMode::asynchronous);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D32Async(DevicePointer to, std::size_t pitch_bytes, unsigned value,
-                                            std::size_t count, std::size_t rows, Handle stream) {
+                                            std::size_t count, std::size_t row_count, Handle stream) {
     return run_entry_in_context("cuMemsetD2D32Async", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 4, count, rows, pitch_bytes}, stream, SyncMode::asynchronous);
+        return enqueue_fill(context, {to, value, 4, count, row_count, pitch_bytes}, stream, SyncMode::asynchronous);
     });
 }
 

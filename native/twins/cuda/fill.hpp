@@ -1,4 +1,4 @@
-// Memsets of graphs.
+// The memset that a node of a graph carries out.
 #pragma once
 
 #include <functional>
@@ -8,7 +8,7 @@
 
 namespace gdrkit::twin::cuda {
 
-// Check a memset and return the work that carries it out, which is empty if there is nothing to write.
+// Check a memset and store the function that carries it out, or an empty function if there is nothing to write.
 Result prepare_fill(const ContextRef& context, const FillParameters& parameters, std::function<void()>* work);
 
 } // namespace gdrkit::twin::cuda

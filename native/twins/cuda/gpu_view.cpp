@@ -1,4 +1,4 @@
-// Creates the views, and updates them at flushes.
+// Implements GpuView: creates the GPU's views of memory, and updates them when a program flushes the writes of NICs.
 #include "cuda/gpu_view.hpp"
 
 #include <sys/mman.h>
@@ -11,7 +11,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The smallest value of GPU_DIRECT_RDMA_WRITES_ORDERING with which the owner of the memory needs no flush.
+// The smallest value of GPU_DIRECT_RDMA_WRITES_ORDERING with which the GPU that owns the memory needs no flush.
 constexpr int ordering_owner = 100;
 
 struct Views {
@@ -19,7 +19,7 @@ struct Views {
     std::set<GpuView*> all;
 };
 
-// Never destroyed, because a thread of a stream may copy while the process exits.
+// The object is never destroyed, because a thread of a stream may copy while the process exits.
 Views& views() {
     static auto* const instance = new Views;
     return *instance;
@@ -52,7 +52,7 @@ std::unique_lock<std::mutex> lock_views() {
                                                       : std::unique_lock(views().mutex);
 }
 
-void show(const ViewedBytes& written) {
+void update_view(const ViewedBytes& written) {
     std::memcpy(written.view, written.bytes.data(), written.bytes.size());
 }
 

@@ -14,7 +14,7 @@ namespace gdrkit::twin::cuda {
 
 class GpuView {
 public:
-    // Make the view of new memory, which is zero, if GPUs need flushes.
+    // Make the view of new memory if GPUs need flushes. Both contain only zeros at first.
     GpuView(std::byte* memory, std::uint64_t length_bytes);
     GpuView(const GpuView&) = delete;
     GpuView& operator=(const GpuView&) = delete;
@@ -38,13 +38,13 @@ struct ViewedBytes {
     std::byte* view;
 };
 
-// Locks all views while a copy reads or changes them, if there are views.
+// Lock all views, if there are any, while a copy reads or changes them.
 std::unique_lock<std::mutex> lock_views();
 
-// Show the GPU what it has just written.
-void show(const ViewedBytes& written);
+// Copy bytes that the GPU has just written to its view.
+void update_view(const ViewedBytes& written);
 
-// Show all bytes that NICs have written.
+// Copy the content of all memory, with the bytes that NICs have written, to the views.
 void flush_remote_writes();
 
 } // namespace gdrkit::twin::cuda

@@ -13,10 +13,12 @@ namespace {
 
 struct Graphs {
     std::recursive_mutex mutex;
-    Registry<Graph> created{"cuda_graph"}; // the graphs that the program destroys
-    std::map<Handle, std::weak_ptr<Graph>> all;
-    std::map<Handle, std::weak_ptr<Node>> nodes;
-    std::mutex memory_mutex; // guards `memory`, because the last reference may be dropped without the other mutex
+    Registry<Graph> owned_graphs{"cuda_graph"}; // the graphs that the program destroys
+    std::map<Handle, std::weak_ptr<Graph>> graphs_by_handle;
+    std::map<Handle, std::weak_ptr<Node>> nodes_by_handle;
+    // This mutex guards `memory`. It is separate, because a thread without `mutex` may drop the last reference to
+    // memory.
+    std::mutex memory_mutex;
     std::set<const GraphMemory*> memory;
 };
 
@@ -31,11 +33,11 @@ Result destroy_node(Handle handle) {
     if (!graph || graph->is_capturing || has_memory_nodes(*graph)) {
         return invalid_value;
     }
-    for (const NodeRef& other : graph->nodes) {
-        std::erase(other->dependencies, node);
+    for (const NodeRef& other_node : graph->nodes) {
+        std::erase(other_node->dependencies, node);
     }
     std::erase(graph->nodes, node);
-    graphs().nodes.erase(handle);
+    graphs().nodes_by_handle.erase(handle);
     return success;
 }
 
@@ -47,9 +49,9 @@ std::recursive_mutex& graph_mutex() {
 
 Graph::~Graph() {
     std::lock_guard lock(graph_mutex());
-    graphs().all.erase(handle);
+    graphs().graphs_by_handle.erase(handle);
     for (const NodeRef& node : nodes) {
-        graphs().nodes.erase(node->handle);
+        graphs().nodes_by_handle.erase(node->handle);
         // Nodes that refer to each other would keep each other alive.
         node->dependencies.clear();
     }
@@ -66,27 +68,27 @@ GraphMemory::~GraphMemory() {
 GraphRef make_graph() {
     auto graph = std::make_shared<Graph>();
     graph->handle = make_handle();
-    graphs().all[graph->handle] = graph;
+    graphs().graphs_by_handle[graph->handle] = graph;
     return graph;
 }
 
 void add_owned_graph(const GraphRef& graph) {
-    graphs().created.add(graph->handle, graph);
+    graphs().owned_graphs.add(graph->handle, graph);
 }
 
-void remember_memory(const GraphMemory* memory) {
+void register_graph_memory(const GraphMemory* memory) {
     std::lock_guard lock(graphs().memory_mutex);
     graphs().memory.insert(memory);
 }
 
 GraphRef find_graph(Handle handle) {
-    const auto entry = graphs().all.find(handle);
-    return entry == graphs().all.end() ? nullptr : entry->second.lock();
+    const auto entry = graphs().graphs_by_handle.find(handle);
+    return entry == graphs().graphs_by_handle.end() ? nullptr : entry->second.lock();
 }
 
 NodeRef find_node(Handle handle) {
-    const auto entry = graphs().nodes.find(handle);
-    return entry == graphs().nodes.end() ? nullptr : entry->second.lock();
+    const auto entry = graphs().nodes_by_handle.find(handle);
+    return entry == graphs().nodes_by_handle.end() ? nullptr : entry->second.lock();
 }
 
 bool is_graph_memory(DevicePointer address) {
@@ -95,7 +97,7 @@ bool is_graph_memory(DevicePointer address) {
         graphs().memory, [=](const GraphMemory* memory) { return address - memory->slot.base < memory->length_bytes; });
 }
 
-std::uint64_t graph_memory_bytes(Device device) {
+std::uint64_t count_graph_memory_bytes(Device device) {
     std::lock_guard lock(graphs().memory_mutex);
     std::uint64_t sum = 0;
     for (const GraphMemory* memory : graphs().memory) {
@@ -119,7 +121,7 @@ bool has_memory_nodes(const Graph& graph) {
     });
 }
 
-bool is_uncopyable(const Graph& graph) {
+bool has_uncopyable_nodes(const Graph& graph) {
     return has_memory_nodes(graph) || std::ranges::any_of(graph.nodes, [](const NodeRef& node) {
                return get_node_type(*node) == node_conditional;
            });
@@ -145,7 +147,7 @@ NodeRef add_node(const GraphRef& graph, NodeParameters parameters, std::vector<N
     node->graph = graph;
     node->parameters = std::move(parameters);
     node->dependencies = std::move(dependencies);
-    graphs().nodes[node->handle] = node;
+    graphs().nodes_by_handle[node->handle] = node;
     graph->nodes.push_back(node);
     return node;
 }
@@ -153,7 +155,7 @@ NodeRef add_node(const GraphRef& graph, NodeParameters parameters, std::vector<N
 GraphRef clone_graph(const Graph& graph) {
     GraphRef clone = make_graph();
     clone->user_objects = graph.user_objects;
-    std::map<NodeRef, NodeRef> copies;
+    std::map<NodeRef, NodeRef> copy_of_node;
     for (const NodeRef& node : graph.nodes) {
         NodeParameters parameters = node->parameters;
         if (const auto* const child = std::get_if<ChildNode>(&parameters)) {
@@ -166,12 +168,12 @@ GraphRef clone_graph(const Graph& graph) {
                 body = clone_graph(*body);
             }
         }
-        copies[node] = add_node(clone, std::move(parameters), {});
-        copies[node]->origin = node->handle;
+        copy_of_node[node] = add_node(clone, std::move(parameters), {});
+        copy_of_node[node]->origin = node->handle;
     }
     for (const NodeRef& node : graph.nodes) {
         for (const NodeRef& dependency : node->dependencies) {
-            copies[node]->dependencies.push_back(copies[dependency]);
+            copy_of_node[node]->dependencies.push_back(copy_of_node[dependency]);
         }
     }
     return clone;
@@ -195,13 +197,13 @@ GDRKIT_CUDA_ENTRY Result cuGraphDestroy(Handle handle) {
         if (graph && (graph->is_child || graph->is_capturing)) {
             return invalid_value;
         }
-        return graphs().created.take(handle) ? success : invalid_value;
+        return graphs().owned_graphs.take(handle) ? success : invalid_value;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphClone(Handle* clone, Handle original) {
-    return with_graph("cuGraphClone", original, [&](const GraphRef& graph) {
-        if (clone == nullptr || is_uncopyable(*graph)) {
+    return run_with_graph("cuGraphClone", original, [&](const GraphRef& graph) {
+        if (clone == nullptr || has_uncopyable_nodes(*graph)) {
             return invalid_value;
         }
         const GraphRef cloned_graph = clone_graph(*graph);
@@ -212,7 +214,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphClone(Handle* clone, Handle original) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeFindInClone(Handle* node, Handle original, Handle clone) {
-    return with_graph("cuGraphNodeFindInClone", clone, [&](const GraphRef& graph) {
+    return run_with_graph("cuGraphNodeFindInClone", clone, [&](const GraphRef& graph) {
         const auto entry = std::ranges::find(graph->nodes, original, [](const NodeRef& copy) { return copy->origin; });
         if (node == nullptr || original == 0 || entry == graph->nodes.end()) {
             return invalid_value;

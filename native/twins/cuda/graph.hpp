@@ -16,7 +16,8 @@
 
 namespace gdrkit::twin::cuda {
 
-// The memory of an allocation node. It has its address at all times, and a range while it is allocated.
+// The memory of an allocation node. The address stays reserved for the node. A range exists there only while the memory
+// is allocated.
 struct GraphMemory : Pool {
     GraphMemory() = default;
     GraphMemory(const GraphMemory&) = delete;
@@ -67,7 +68,7 @@ struct ConditionalNode {
     ConditionRef condition;
     int type = 0;
     std::vector<GraphRef> bodies;
-    std::shared_ptr<std::vector<Handle>> body_handles; // the program has its address
+    std::shared_ptr<std::vector<Handle>> body_handles; // the program has a pointer to these handles
 };
 using NodeParameters = std::variant<EmptyNode, CopyNode, FillNode, HostParameters, ChildNode, RecordNode, WaitNode,
                                     AllocateNode, FreeNode, ConditionalNode>;
@@ -105,31 +106,32 @@ struct Graph {
     Handle handle = 0;
     std::vector<NodeRef> nodes; // in the order in which they were added
     std::map<Handle, GraphObject> user_objects;
-    std::map<Handle, ConditionRef> conditions; // that the program has created for nodes of this graph
+    std::map<Handle, ConditionRef> conditions; // created by the program for nodes of this graph
     std::weak_ptr<Graph> parent;               // the graph whose conditional node runs this graph, if there is one
     bool is_child = false;                     // a node owns the graph
     bool is_capturing = false;                 // a capture adds nodes
-    std::weak_ptr<void> executable;            // of a graph that allocates or frees memory, which may have only one
+    std::weak_ptr<void> executable;            // the only executable graph of a graph that allocates or frees memory
 };
 
-// Guards all graphs, executable graphs and captures. Other mutexes of the twin may be locked while it is held. It is
-// recursive, because the last reference to a graph may be dropped with and without it.
+// Return the mutex that guards all graphs, executable graphs and captures. Other mutexes of the twin may be locked
+// while a thread holds it. It is recursive, because the last reference to a graph may be dropped by a thread that holds
+// the mutex.
 std::recursive_mutex& graph_mutex();
 
-// The following functions require the mutex.
+// The following functions require graph_mutex().
 
 GraphRef make_graph();
-// Let the program own a graph, and destroy it.
+// Add a graph that the program owns and must destroy.
 void add_owned_graph(const GraphRef& graph);
-void remember_memory(const GraphMemory* memory);
+void register_graph_memory(const GraphMemory* memory);
 GraphRef find_graph(Handle handle);
 NodeRef find_node(Handle handle);
 NodeType get_node_type(const Node& node);
 bool has_memory_nodes(const Graph& graph);
-// Return whether the program may not copy the graph: it has memory or conditional nodes.
-bool is_uncopyable(const Graph& graph);
+// Return whether the graph has memory or conditional nodes, so that the program may not copy it.
+bool has_uncopyable_nodes(const Graph& graph);
 
-// Find nodes of a graph by their handles. Fails with invalid_value, also for a node that is listed twice.
+// Find nodes of a graph by their handles. Fail with invalid_value if a node is missing or listed twice.
 Result find_nodes(const Graph& graph, const Handle* handles, std::size_t count, std::vector<NodeRef>* nodes);
 
 NodeRef add_node(const GraphRef& graph, NodeParameters parameters, std::vector<NodeRef> dependencies);
@@ -140,13 +142,14 @@ GraphRef clone_graph(const Graph& graph);
 // Check the parameters of a new node: operands of copies must exist, or belong to an allocation node.
 Result check_parameters(const NodeParameters& parameters);
 
-// Reserve an address for an allocation node and store it in the parameters. Fails if they are invalid.
+// Reserve an address for an allocation node and store it in the parameters. Fail if the parameters are invalid.
 Result make_allocation(AllocateParameters* parameters, AllocateNode* node);
 
 // Return whether the memory of an allocation node has this address.
 bool is_graph_memory(DevicePointer address);
-// Return how many bytes of a device allocation nodes have allocated now, and raise the high marks to that number.
-std::uint64_t graph_memory_bytes(Device device);
+// Return the number of bytes that allocation nodes have allocated on a device now. record_graph_memory_use raises the
+// high-water marks to that number.
+std::uint64_t count_graph_memory_bytes(Device device);
 void record_graph_memory_use(Device device);
 
 // Run the body of an exported function that uses graphs.
@@ -157,15 +160,15 @@ template <typename Body> Result run_graph_entry(std::string_view symbol, Body&& 
     });
 }
 
-// Run `body` with the graph or the node of a handle. Fails with invalid_value if it does not exist.
-template <typename Body> Result with_graph(std::string_view symbol, Handle handle, Body&& body) {
+// Run `body` with the graph or the node of a handle, or fail with invalid_value if it does not exist.
+template <typename Body> Result run_with_graph(std::string_view symbol, Handle handle, Body&& body) {
     return run_graph_entry(symbol, [&] {
         const GraphRef graph = find_graph(handle);
         return graph ? body(graph) : invalid_value;
     });
 }
 
-template <typename Body> Result with_node(std::string_view symbol, Handle handle, Body&& body) {
+template <typename Body> Result run_with_node(std::string_view symbol, Handle handle, Body&& body) {
     return run_graph_entry(symbol, [&] {
         const NodeRef node = find_node(handle);
         return node ? body(node) : invalid_value;

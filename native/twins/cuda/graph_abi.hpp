@@ -9,7 +9,7 @@
 
 namespace gdrkit::twin::cuda {
 
-// CUgraphNodeType: the types that the twin has
+// The types of CUgraphNodeType that the twin has.
 enum NodeType : int {
     node_copy = 1,
     node_fill = 2,

@@ -11,12 +11,13 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// A graph that was instantiated. Its own graph is a copy; the nodes of the copy know their origins.
+// An executable graph. `graph` is a copy of the original graph, and each node of the copy has the handle of its
+// original in `origin`.
 struct Executable {
     Handle handle = 0;
     GraphRef graph;
     std::uint64_t flags = 0;
-    std::vector<Handle> disabled; // nodes of the original graph
+    std::vector<Handle> disabled_nodes; // handles of nodes of the original graph
     MarkerRef last_launch;
 };
 using ExecutableRef = std::shared_ptr<Executable>;
@@ -37,7 +38,7 @@ bool has_cycle(const Graph& graph) {
            });
 }
 
-Result instantiate(Handle* handle, Handle graph_handle, std::uint64_t flags) {
+Result instantiate_graph(Handle* handle, Handle graph_handle, std::uint64_t flags) {
     const GraphRef graph = find_graph(graph_handle);
     constexpr std::uint64_t known_flags = instantiate_auto_free | instantiate_upload | instantiate_node_priority;
     if (handle == nullptr || !graph || graph->is_capturing) {
@@ -64,7 +65,7 @@ Result instantiate(Handle* handle, Handle graph_handle, std::uint64_t flags) {
     return success;
 }
 
-Result launch(const ContextRef& context, Handle handle, Handle stream_handle) {
+Result launch_graph(const ContextRef& context, Handle handle, Handle stream_handle) {
     const ExecutableRef executable = executables().find(handle);
     StreamRef stream;
     if (!executable) {
@@ -74,7 +75,7 @@ Result launch(const ContextRef& context, Handle handle, Handle stream_handle) {
         return result;
     }
     if (stream->capture) {
-        if (is_uncopyable(*executable->graph)) {
+        if (has_uncopyable_nodes(*executable->graph)) {
             return not_supported;
         }
         GraphRef child = clone_graph(*executable->graph);
@@ -83,8 +84,8 @@ Result launch(const ContextRef& context, Handle handle, Handle stream_handle) {
     }
     const ContextRef owner = stream->context.lock();
     std::function<void()> work;
-    if (const Result result =
-            prepare_launch(owner ? owner : context, *executable->graph, executable->flags, executable->disabled, &work);
+    if (const Result result = prepare_launch(owner ? owner : context, *executable->graph, executable->flags,
+                                             executable->disabled_nodes, &work);
         result != success) {
         return result;
     }
@@ -97,7 +98,7 @@ Result launch(const ContextRef& context, Handle handle, Handle stream_handle) {
 }
 
 // Give the executable graph the parameters of a graph with the same nodes and dependencies.
-Result update(Handle handle, Handle graph_handle, UpdateInformation* information) {
+Result update_graph(Handle handle, Handle graph_handle, UpdateInformation* information) {
     const ExecutableRef executable = executables().find(handle);
     const GraphRef graph = find_graph(graph_handle);
     *information = {update_error, 0, 0};
@@ -108,35 +109,37 @@ Result update(Handle handle, Handle graph_handle, UpdateInformation* information
         *information = {result, node, 0};
         return graph_update_failure;
     };
-    const auto &to = executable->graph->nodes, &from = graph->nodes;
-    if (to.size() != from.size()) {
+    const auto &executable_nodes = executable->graph->nodes, &new_nodes = graph->nodes;
+    if (executable_nodes.size() != new_nodes.size()) {
         return fail(update_topology_changed, 0);
     }
     const auto index_of = [](const auto& nodes, const NodeRef& node) {
         return std::ranges::find(nodes, node) - nodes.begin();
     };
-    for (std::size_t index = 0; index < to.size(); ++index) {
-        if (to[index]->dependencies.size() != from[index]->dependencies.size()) {
-            return fail(update_topology_changed, from[index]->handle);
+    for (std::size_t index = 0; index < executable_nodes.size(); ++index) {
+        if (executable_nodes[index]->dependencies.size() != new_nodes[index]->dependencies.size()) {
+            return fail(update_topology_changed, new_nodes[index]->handle);
         }
-        for (std::size_t at = 0; at < to[index]->dependencies.size(); ++at) {
-            if (index_of(to, to[index]->dependencies[at]) != index_of(from, from[index]->dependencies[at])) {
-                return fail(update_topology_changed, from[index]->handle);
+        for (std::size_t position = 0; position < executable_nodes[index]->dependencies.size(); ++position) {
+            if (index_of(executable_nodes, executable_nodes[index]->dependencies[position]) !=
+                index_of(new_nodes, new_nodes[index]->dependencies[position])) {
+                return fail(update_topology_changed, new_nodes[index]->handle);
             }
         }
-        if (get_node_type(*to[index]) != get_node_type(*from[index])) {
-            return fail(update_node_type_changed, from[index]->handle);
+        if (get_node_type(*executable_nodes[index]) != get_node_type(*new_nodes[index])) {
+            return fail(update_node_type_changed, new_nodes[index]->handle);
         }
-        const auto* const conditional = std::get_if<ConditionalNode>(&to[index]->parameters);
-        if (get_node_type(*to[index]) == node_allocate || get_node_type(*to[index]) == node_free ||
+        const auto* const conditional = std::get_if<ConditionalNode>(&executable_nodes[index]->parameters);
+        if (get_node_type(*executable_nodes[index]) == node_allocate ||
+            get_node_type(*executable_nodes[index]) == node_free ||
             (conditional != nullptr &&
-             !has_same_bodies(*conditional, std::get<ConditionalNode>(from[index]->parameters)))) {
-            return fail(update_parameters_changed, from[index]->handle);
+             !has_same_bodies(*conditional, std::get<ConditionalNode>(new_nodes[index]->parameters)))) {
+            return fail(update_parameters_changed, new_nodes[index]->handle);
         }
     }
     const GraphRef copy = clone_graph(*graph);
-    for (std::size_t index = 0; index < to.size(); ++index) {
-        to[index]->parameters = copy->nodes[index]->parameters;
+    for (std::size_t index = 0; index < executable_nodes.size(); ++index) {
+        executable_nodes[index]->parameters = copy->nodes[index]->parameters;
     }
     *information = {update_success, 0, 0};
     return success;
@@ -165,8 +168,9 @@ template <typename Type> Result set_parameters(Handle handle, Handle node_handle
     return result;
 }
 
-// Only copies, memsets and kernels can be disabled.
-Result find_disabled(Handle handle, Handle node_handle, ExecutableRef* executable) {
+// Find an executable graph and check that the node can be disabled: CUDA allows that only for copies, memsets and
+// kernels.
+Result find_executable_with_disableable_node(Handle handle, Handle node_handle, ExecutableRef* executable) {
     *executable = executables().find(handle);
     const NodeRef node = find_copy(*executable, node_handle);
     return node && (get_node_type(*node) == node_copy || get_node_type(*node) == node_fill) ? success : invalid_value;
@@ -175,7 +179,7 @@ Result find_disabled(Handle handle, Handle node_handle, ExecutableRef* executabl
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithFlags(Handle* executable, Handle graph, unsigned long long flags) {
-    return run_graph_entry("cuGraphInstantiateWithFlags", [&] { return instantiate(executable, graph, flags); });
+    return run_graph_entry("cuGraphInstantiateWithFlags", [&] { return instantiate_graph(executable, graph, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphInstantiate_v2(Handle* executable, Handle graph, Handle* error_node, char*,
@@ -184,7 +188,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphInstantiate_v2(Handle* executable, Handle graph,
         if (error_node != nullptr) {
             *error_node = 0;
         }
-        return instantiate(executable, graph, 0);
+        return instantiate_graph(executable, graph, 0);
     });
 }
 
@@ -194,7 +198,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithParams(Handle* executable, Handle
         if (parameters == nullptr) {
             return invalid_value;
         }
-        const Result result = instantiate(executable, graph, parameters->flags);
+        const Result result = instantiate_graph(executable, graph, parameters->flags);
         const GraphRef source_graph = find_graph(graph);
         const bool is_invalid = result != success && source_graph && has_cycle(*source_graph);
         parameters->error_node = is_invalid ? source_graph->nodes.front()->handle : 0;
@@ -224,11 +228,11 @@ GDRKIT_CUDA_ENTRY Result cuGraphExecGetFlags(Handle handle, std::uint64_t* flags
 GDRKIT_CUDA_ENTRY Result cuGraphLaunch(Handle executable, Handle stream) {
     return run_entry_in_context("cuGraphLaunch", [&](const ContextRef& context) {
         std::lock_guard lock(graph_mutex());
-        return launch(context, executable, stream);
+        return launch_graph(context, executable, stream);
     });
 }
 
-// There is nothing to upload.
+// The twin has nothing to upload, so the function only checks its arguments.
 GDRKIT_CUDA_ENTRY Result cuGraphUpload(Handle executable, Handle stream_handle) {
     return run_entry_in_context("cuGraphUpload", [&](const ContextRef& context) {
         StreamRef stream;
@@ -239,7 +243,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphUpload(Handle executable, Handle stream_handle) 
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecUpdate_v2(Handle executable, Handle graph, UpdateInformation* information) {
     return run_graph_entry("cuGraphExecUpdate_v2", [&] {
-        return information == nullptr ? invalid_value : update(executable, graph, information);
+        return information == nullptr ? invalid_value : update_graph(executable, graph, information);
     });
 }
 
@@ -249,7 +253,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphExecUpdate(Handle executable, Handle graph, Hand
         if (error_node == nullptr || update_result == nullptr) {
             return invalid_value;
         }
-        const Result result = update(executable, graph, &information);
+        const Result result = update_graph(executable, graph, &information);
         *error_node = information.error_node;
         *update_result = information.result;
         return result;
@@ -288,11 +292,11 @@ GDRKIT_CUDA_ENTRY Result cuGraphExecEventWaitNodeSetEvent(Handle executable, Han
 GDRKIT_CUDA_ENTRY Result cuGraphNodeSetEnabled(Handle handle, Handle node, unsigned is_enabled) {
     return run_graph_entry("cuGraphNodeSetEnabled", [&] {
         ExecutableRef executable;
-        const Result result = find_disabled(handle, node, &executable);
+        const Result result = find_executable_with_disableable_node(handle, node, &executable);
         if (result == success) {
-            std::erase(executable->disabled, node);
+            std::erase(executable->disabled_nodes, node);
             if (is_enabled == 0) {
-                executable->disabled.push_back(node);
+                executable->disabled_nodes.push_back(node);
             }
         }
         return result;
@@ -302,9 +306,10 @@ GDRKIT_CUDA_ENTRY Result cuGraphNodeSetEnabled(Handle handle, Handle node, unsig
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetEnabled(Handle handle, Handle node, unsigned* is_enabled) {
     return run_graph_entry("cuGraphNodeGetEnabled", [&] {
         ExecutableRef executable;
-        const Result result = is_enabled == nullptr ? invalid_value : find_disabled(handle, node, &executable);
+        const Result result =
+            is_enabled == nullptr ? invalid_value : find_executable_with_disableable_node(handle, node, &executable);
         if (result == success) {
-            *is_enabled = std::ranges::count(executable->disabled, node) == 0 ? 1 : 0;
+            *is_enabled = std::ranges::count(executable->disabled_nodes, node) == 0 ? 1 : 0;
         }
         return result;
     });

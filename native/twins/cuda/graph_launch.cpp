@@ -16,11 +16,11 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The work of one launch. If it cannot be prepared, what was changed is undone.
+// The work of one launch. If the preparation fails, its changes to memory are undone.
 class Launch {
 public:
-    Launch(ContextRef context, std::uint64_t flags, const std::vector<Handle>& disabled)
-        : context_(std::move(context)), flags_(flags), disabled_(disabled) {}
+    Launch(ContextRef context, std::uint64_t flags, const std::vector<Handle>& disabled_nodes)
+        : context_(std::move(context)), flags_(flags), disabled_nodes_(disabled_nodes) {}
 
     Result prepare(const Graph& graph) {
         const Result result = prepare_graph(graph);
@@ -30,7 +30,7 @@ public:
         return result;
     }
 
-    // Return the prepared work. Events count as recorded from now on, and are done when their node has run.
+    // Return the prepared work. The records of events begin now, and end when their nodes have run.
     std::function<void()> take() {
         for (const auto& [index, event] : records_) {
             steps_[index] = begin_record(event);
@@ -49,11 +49,11 @@ public:
 private:
     Result prepare_graph(const Graph& graph) {
         for (const NodeRef& node : draw_random_order(graph)) {
-            if (std::ranges::find(disabled_, node->origin) != disabled_.end()) {
+            if (std::ranges::find(disabled_nodes_, node->origin) != disabled_nodes_.end()) {
                 continue;
             }
             if (const Result result =
-                    std::visit([&](const auto& parameters) { return add(parameters); }, node->parameters);
+                    std::visit([&](const auto& parameters) { return add_steps(parameters); }, node->parameters);
                 result != success) {
                 return result;
             }
@@ -66,8 +66,8 @@ private:
         return handle == 0 ? success : find_context(handle, context);
     }
 
-    Result add(const EmptyNode&) { return success; }
-    Result add(const CopyNode& node) {
+    Result add_steps(const EmptyNode&) { return success; }
+    Result add_steps(const CopyNode& node) {
         ContextRef context;
         CopyRequest request;
         Result result = find_context_or_current(node.context, &context);
@@ -76,33 +76,33 @@ private:
         }
         return result == success ? prepare_copy(context, request, &steps_.emplace_back()) : result;
     }
-    Result add(const FillNode& node) {
+    Result add_steps(const FillNode& node) {
         ContextRef context;
         const Result result = find_context_or_current(node.context, &context);
         return result == success ? prepare_fill(context, node.fill, &steps_.emplace_back()) : result;
     }
-    Result add(const HostParameters& node) {
-        steps_.push_back(host_function_work(node.function, node.user));
+    Result add_steps(const HostParameters& node) {
+        steps_.push_back(make_host_function_work(node.function, node.user));
         return success;
     }
-    Result add(const ChildNode& node) { return prepare_graph(*node.graph); }
-    Result add(const ConditionalNode& node) {
+    Result add_steps(const ChildNode& node) { return prepare_graph(*node.graph); }
+    Result add_steps(const ConditionalNode& node) {
         GraphRef body;
         const Result result = choose_body(node, &body);
         return result == success && body ? prepare_graph(*body) : result;
     }
-    Result add(const RecordNode& node) {
+    Result add_steps(const RecordNode& node) {
         records_.emplace_back(steps_.size(), node.event);
         steps_.emplace_back();
         return event_exists(node.event) ? success : invalid_value;
     }
-    Result add(const WaitNode& node) {
+    Result add_steps(const WaitNode& node) {
         EventRecord record;
         const Result result = find_record(node.event, &record);
         steps_.emplace_back([record] { wait_until_done(record); });
         return result;
     }
-    Result add(const AllocateNode& node) {
+    Result add_steps(const AllocateNode& node) {
         RangeRef range;
         const std::uint64_t base = node.memory->slot.base;
         if (find_range_by_base(base)) {
@@ -113,43 +113,43 @@ private:
                 return result;
             }
             steps_.emplace_back([range]() mutable { range.reset(); });
-            freed_.push_back(range);
+            freed_ranges_.push_back(range);
         }
         const Result result =
             make_range(MemoryKind::pool, node.memory->device, node.memory->length_bytes, node.memory->slot, &range);
         if (result != success) {
             return result;
         }
-        // The address belongs to the node, and not to the range.
+        // The address belongs to the node, so the end of the range must not free it.
         range->slot = {};
         range->owner = std::static_pointer_cast<Pool>(node.memory);
         add_range(range);
         record_graph_memory_use(range->device);
-        allocated_.push_back(range);
+        allocated_ranges_.push_back(range);
         return success;
     }
-    Result add(const FreeNode& node) {
+    Result add_steps(const FreeNode& node) {
         RangeRef range;
         if (!find_range_by_base(node.pointer)) {
             return invalid_value;
         }
         const Result result = remove_range(node.pointer, {MemoryKind::pool}, &range);
         if (result == success) {
-            freed_.push_back(range);
+            freed_ranges_.push_back(range);
             steps_.emplace_back([range = std::move(range)]() mutable { range.reset(); });
         }
         return result;
     }
 
     void undo() {
-        for (const RangeRef& range : allocated_) {
+        for (const RangeRef& range : allocated_ranges_) {
             RangeRef removed_range;
             if (find_range_by_base(range->base) == range) {
                 (void)remove_range(range->base, {MemoryKind::pool}, &removed_range);
             }
         }
-        for (const RangeRef& range : freed_) {
-            if (std::ranges::find(allocated_, range) == allocated_.end()) {
+        for (const RangeRef& range : freed_ranges_) {
+            if (std::ranges::find(allocated_ranges_, range) == allocated_ranges_.end()) {
                 add_range(range);
             }
         }
@@ -157,32 +157,34 @@ private:
 
     ContextRef context_;
     std::uint64_t flags_;
-    const std::vector<Handle>& disabled_;
+    const std::vector<Handle>& disabled_nodes_;
     std::vector<std::function<void()>> steps_;
     std::vector<std::pair<std::size_t, Handle>> records_; // the step and the event of each record
-    std::vector<RangeRef> allocated_, freed_;
+    std::vector<RangeRef> allocated_ranges_, freed_ranges_;
 };
 
 } // namespace
 
-// Return the nodes in a random order in which each node follows its dependencies. It is shorter if there is a cycle.
+// Return the nodes in a random order in which each node follows its dependencies. If the graph has a cycle, the nodes
+// of the cycle and the nodes after it are missing.
 std::vector<NodeRef> draw_random_order(const Graph& graph) {
     std::vector<NodeRef> order, ready;
-    std::map<NodeRef, std::size_t> missing;
+    std::map<NodeRef, std::size_t> missing_counts;
     for (const NodeRef& node : graph.nodes) {
-        missing[node] = node->dependencies.size();
+        missing_counts[node] = node->dependencies.size();
         if (node->dependencies.empty()) {
             ready.push_back(node);
         }
     }
     while (!ready.empty()) {
-        const auto chosen = ready.begin() + static_cast<std::ptrdiff_t>(random_u64() % ready.size());
-        const NodeRef node = *chosen;
-        ready.erase(chosen);
+        const auto chosen_node = ready.begin() + static_cast<std::ptrdiff_t>(random_u64() % ready.size());
+        const NodeRef node = *chosen_node;
+        ready.erase(chosen_node);
         order.push_back(node);
-        for (const NodeRef& other : graph.nodes) {
-            if (std::ranges::find(other->dependencies, node) != other->dependencies.end() && --missing[other] == 0) {
-                ready.push_back(other);
+        for (const NodeRef& other_node : graph.nodes) {
+            if (std::ranges::find(other_node->dependencies, node) != other_node->dependencies.end() &&
+                --missing_counts[other_node] == 0) {
+                ready.push_back(other_node);
             }
         }
     }
@@ -190,8 +192,8 @@ std::vector<NodeRef> draw_random_order(const Graph& graph) {
 }
 
 Result prepare_launch(const ContextRef& context, const Graph& graph, std::uint64_t flags,
-                      const std::vector<Handle>& disabled, std::function<void()>* work) {
-    Launch launch(context, flags, disabled);
+                      const std::vector<Handle>& disabled_nodes, std::function<void()>* work) {
+    Launch launch(context, flags, disabled_nodes);
     const Result result = launch.prepare(graph);
     if (result == success) {
         *work = launch.take();

@@ -1,4 +1,4 @@
-// The launch of an executable graph.
+// Prepares the launch of an executable graph.
 #pragma once
 
 #include <functional>
@@ -8,12 +8,13 @@
 
 namespace gdrkit::twin::cuda {
 
-// Return the nodes in a random order in which each node follows its dependencies. It is shorter if there is a cycle.
+// Return the nodes in a random order in which each node follows its dependencies. If the graph has a cycle, the nodes
+// of the cycle and the nodes after it are missing.
 std::vector<NodeRef> draw_random_order(const Graph& graph);
 
-// Prepare the work of one launch, without the nodes that are copies of the disabled nodes. Memory is allocated and
-// freed, and events count as recorded, when this function returns. If it fails, nothing has changed.
+// Prepare the work of one launch, without the nodes that are copies of the disabled nodes. When this function returns,
+// memory is allocated and freed, and the records of events have begun. If it fails, nothing has changed.
 Result prepare_launch(const ContextRef& context, const Graph& graph, std::uint64_t flags,
-                      const std::vector<Handle>& disabled, std::function<void()>* work);
+                      const std::vector<Handle>& disabled_nodes, std::function<void()>* work);
 
 } // namespace gdrkit::twin::cuda

@@ -1,5 +1,5 @@
-// How much memory of a device the graphs have allocated. The twin keeps no memory that a graph has freed, so the
-// reserved memory is the used memory.
+// cuDeviceGetGraphMemAttribute: the memory of a device that graphs have allocated. The twin keeps no memory that a
+// graph has freed, so the reserved memory equals the used memory.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -13,8 +13,8 @@ namespace {
 // CUgraphMem_attribute
 enum GraphMemoryAttribute : int { graph_used = 0, graph_used_high = 1, graph_reserved = 2, graph_reserved_high = 3 };
 
-// The largest use of each device since the program has reset it: of used, and of reserved memory. Guarded by
-// graph_mutex().
+// The high-water marks of each device since the program reset them: of used memory, and of reserved memory.
+// graph_mutex() guards them.
 std::map<Device, std::array<std::uint64_t, 2>>& high_marks() {
     static auto* const instance = new std::map<Device, std::array<std::uint64_t, 2>>;
     return *instance;
@@ -23,7 +23,7 @@ std::map<Device, std::array<std::uint64_t, 2>>& high_marks() {
 } // namespace
 
 void record_graph_memory_use(Device device) {
-    const std::uint64_t used_bytes = graph_memory_bytes(device);
+    const std::uint64_t used_bytes = count_graph_memory_bytes(device);
     for (std::uint64_t& mark : high_marks()[device]) {
         mark = std::max(mark, used_bytes);
     }
@@ -38,12 +38,13 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetGraphMemAttribute(Device device, int attribu
             return invalid_value;
         }
         const bool is_current = attribute == graph_used || attribute == graph_reserved;
-        *value = is_current ? graph_memory_bytes(device) : high_marks()[device][attribute == graph_used_high ? 0 : 1];
+        *value =
+            is_current ? count_graph_memory_bytes(device) : high_marks()[device][attribute == graph_used_high ? 0 : 1];
         return success;
     });
 }
 
-// A program can only reset a high mark, by writing 0.
+// A program can only reset a high-water mark, by writing 0.
 GDRKIT_CUDA_ENTRY Result cuDeviceSetGraphMemAttribute(Device device, int attribute, const std::uint64_t* value) {
     return run_graph_entry("cuDeviceSetGraphMemAttribute", [&] {
         if (!device_exists(device)) {
@@ -52,7 +53,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceSetGraphMemAttribute(Device device, int attribu
         if (value == nullptr || *value != 0 || (attribute != graph_used_high && attribute != graph_reserved_high)) {
             return invalid_value;
         }
-        high_marks()[device][attribute == graph_used_high ? 0 : 1] = graph_memory_bytes(device);
+        high_marks()[device][attribute == graph_used_high ? 0 : 1] = count_graph_memory_bytes(device);
         return success;
     });
 }

@@ -13,7 +13,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The graph and the dependencies that every function names which adds a node.
+// The arguments that every cuGraphAdd*Node function has: the graph, and the nodes on which the new node depends.
 struct Position {
     Handle graph;
     const Handle* dependencies;
@@ -36,8 +36,8 @@ Result add_to_graph(Handle* handle, const Position& position, NodeParameters par
     return result;
 }
 
-// A node must have allocated the address, and no other node of this graph may free it.
-Result add_free(Handle* handle, const Position& position, DevicePointer pointer) {
+// Add a node that frees memory. Fail if another node of the graph frees the address.
+Result add_free_node(Handle* handle, const Position& position, DevicePointer pointer) {
     const GraphRef graph = find_graph(position.graph);
     const bool is_freed = graph && std::ranges::any_of(graph->nodes, [=](const NodeRef& node) {
                               const auto* const free = std::get_if<FreeNode>(&node->parameters);
@@ -46,9 +46,9 @@ Result add_free(Handle* handle, const Position& position, DevicePointer pointer)
     return is_freed ? invalid_value : add_to_graph(handle, position, FreeNode{pointer});
 }
 
-Result add_child(Handle* handle, const Position& position, Handle child) {
+Result add_child_node(Handle* handle, const Position& position, Handle child) {
     const GraphRef graph = find_graph(child);
-    if (!graph || child == position.graph || is_uncopyable(*graph)) {
+    if (!graph || child == position.graph || has_uncopyable_nodes(*graph)) {
         return invalid_value;
     }
     GraphRef copy = clone_graph(*graph);
@@ -56,13 +56,13 @@ Result add_child(Handle* handle, const Position& position, Handle child) {
     return add_to_graph(handle, position, ChildNode{std::move(copy)});
 }
 
-Result add_allocation(Handle* handle, const Position& position, AllocateParameters* parameters) {
+Result add_allocation_node(Handle* handle, const Position& position, AllocateParameters* parameters) {
     AllocateNode node;
     const Result result = make_allocation(parameters, &node);
     return result == success ? add_to_graph(handle, position, std::move(node)) : result;
 }
 
-Result add_conditional(Handle* handle, const Position& position, ConditionalParameters* parameters) {
+Result add_conditional_node(Handle* handle, const Position& position, ConditionalParameters* parameters) {
     const GraphRef graph = find_graph(position.graph);
     std::vector<NodeRef> dependencies;
     ConditionalNode node;
@@ -76,8 +76,8 @@ Result add_conditional(Handle* handle, const Position& position, ConditionalPara
     return result == success ? add_to_graph(handle, position, std::move(node)) : result;
 }
 
-// Add a node whose parameters are described by the union for all types.
-Result add_any(Handle* handle, const Position& position, NodeParameterUnion* parameters) {
+// Add a node of any type (cuGraphAddNode).
+Result add_any_node(Handle* handle, const Position& position, NodeParameterUnion* parameters) {
     if (parameters == nullptr) {
         return invalid_value;
     }
@@ -89,7 +89,7 @@ Result add_any(Handle* handle, const Position& position, NodeParameterUnion* par
     case node_host:
         return add_to_graph(handle, position, parameters->host);
     case node_graph:
-        return add_child(handle, position, parameters->graph);
+        return add_child_node(handle, position, parameters->graph);
     case node_empty:
         return add_to_graph(handle, position, EmptyNode{});
     case node_wait_event:
@@ -97,25 +97,26 @@ Result add_any(Handle* handle, const Position& position, NodeParameterUnion* par
     case node_record_event:
         return add_to_graph(handle, position, RecordNode{parameters->event});
     case node_allocate:
-        return add_allocation(handle, position, &parameters->allocate);
+        return add_allocation_node(handle, position, &parameters->allocate);
     case node_free:
-        return add_free(handle, position, parameters->free);
+        return add_free_node(handle, position, parameters->free);
     case node_conditional:
-        return add_conditional(handle, position, &parameters->conditional);
+        return add_conditional_node(handle, position, &parameters->conditional);
     default:
         return not_supported;
     }
 }
 
-// Run `body` with the parameters of a node of one type.
-template <typename Type, typename Body> Result with_parameters(std::string_view symbol, Handle handle, Body&& body) {
-    return with_node(symbol, handle, [&](const NodeRef& node) {
+// Run `body` with the parameters of a node, or fail with invalid_value if the node is not of this type.
+template <typename Type, typename Body>
+Result run_with_parameters(std::string_view symbol, Handle handle, Body&& body) {
+    return run_with_node(symbol, handle, [&](const NodeRef& node) {
         auto* const parameters = std::get_if<Type>(&node->parameters);
         return parameters == nullptr ? invalid_value : body(parameters);
     });
 }
 
-template <typename Value> Result store(Value* result, const Value& value) {
+template <typename Value> Result store_value(Value* result, const Value& value) {
     if (result == nullptr) {
         return invalid_value;
     }
@@ -124,7 +125,7 @@ template <typename Value> Result store(Value* result, const Value& value) {
 }
 
 // Replace the parameters of a node after a check.
-template <typename Type> Result replace(Type* parameters, Type replacement) {
+template <typename Type> Result replace_parameters(Type* parameters, Type replacement) {
     const Result result = check_parameters(replacement);
     if (result == success) {
         *parameters = std::move(replacement);
@@ -132,15 +133,15 @@ template <typename Type> Result replace(Type* parameters, Type replacement) {
     return result;
 }
 
-Result check_context(Handle handle, ContextRef* context) {
+Result find_node_context(Handle handle, ContextRef* context) {
     return handle == 0 ? find_current_context(context) : find_context(handle, context);
 }
 
 Result check_copy(const CopyNode& node) {
     ContextRef context;
     CopyRequest request;
-    std::function<void()> run;
-    if (const Result result = check_context(node.context, &context); result != success) {
+    std::function<void()> work;
+    if (const Result result = find_node_context(node.context, &context); result != success) {
         return result;
     }
     if (const Result result = make_copy_request(&node.copy, &request); result != success) {
@@ -150,14 +151,14 @@ Result check_copy(const CopyNode& node) {
     if (is_graph_memory(request.to.address) || is_graph_memory(request.from.address)) {
         return success;
     }
-    return prepare_copy(context, request, &run);
+    return prepare_copy(context, request, &work);
 }
 
 Result check_fill(const FillNode& node) {
     ContextRef context;
-    std::function<void()> run;
-    const Result result = check_context(node.context, &context);
-    return result != success || is_graph_memory(node.fill.to) ? result : prepare_fill(context, node.fill, &run);
+    std::function<void()> work;
+    const Result result = find_node_context(node.context, &context);
+    return result != success || is_graph_memory(node.fill.to) ? result : prepare_fill(context, node.fill, &work);
 }
 
 Result check_event(Handle event) {
@@ -208,7 +209,7 @@ Result make_allocation(AllocateParameters* parameters, AllocateNode* node) {
     if (memory->slot.base == 0) {
         return out_of_memory;
     }
-    remember_memory(memory.get());
+    register_graph_memory(memory.get());
     parameters->pointer = memory->slot.base;
     node->parameters = *parameters;
     node->parameters.access = nullptr;
@@ -250,7 +251,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphAddHostNode(Handle* node, Handle graph, const Ha
 GDRKIT_CUDA_ENTRY Result cuGraphAddChildGraphNode(Handle* node, Handle graph, const Handle* dependencies,
                                                   std::size_t count, Handle child) {
     return run_graph_entry("cuGraphAddChildGraphNode", [&] {
-        return add_child(node, {graph, dependencies, count}, child);
+        return add_child_node(node, {graph, dependencies, count}, child);
     });
 }
 
@@ -271,97 +272,104 @@ GDRKIT_CUDA_ENTRY Result cuGraphAddEventWaitNode(Handle* node, Handle graph, con
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemAllocNode(Handle* node, Handle graph, const Handle* dependencies,
                                                 std::size_t count, AllocateParameters* parameters) {
     return run_graph_entry("cuGraphAddMemAllocNode", [&] {
-        return add_allocation(node, {graph, dependencies, count}, parameters);
+        return add_allocation_node(node, {graph, dependencies, count}, parameters);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemFreeNode(Handle* node, Handle graph, const Handle* dependencies,
                                                std::size_t count, DevicePointer pointer) {
     return run_graph_entry("cuGraphAddMemFreeNode", [&] {
-        return add_free(node, {graph, dependencies, count}, pointer);
+        return add_free_node(node, {graph, dependencies, count}, pointer);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
                                         NodeParameterUnion* parameters) {
-    return run_graph_entry("cuGraphAddNode", [&] { return add_any(node, {graph, dependencies, count}, parameters); });
+    return run_graph_entry("cuGraphAddNode", [&] {
+        return add_any_node(node, {graph, dependencies, count}, parameters);
+    });
 }
 
-// The nodes of the twin have only edges without data.
+// The twin ignores the edge data, because its node types have only default edges.
 GDRKIT_CUDA_ENTRY Result cuGraphAddNode_v2(Handle* node, Handle graph, const Handle* dependencies, const EdgeData*,
                                            std::size_t count, NodeParameterUnion* parameters) {
     return run_graph_entry("cuGraphAddNode_v2", [&] {
-        return add_any(node, {graph, dependencies, count}, parameters);
+        return add_any_node(node, {graph, dependencies, count}, parameters);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphMemcpyNodeGetParams(Handle node, Copy3d* copy) {
-    return with_parameters<CopyNode>("cuGraphMemcpyNodeGetParams", node,
-                                     [&](CopyNode* parameters) { return store(copy, parameters->copy); });
+    return run_with_parameters<CopyNode>("cuGraphMemcpyNodeGetParams", node,
+                                         [&](CopyNode* parameters) { return store_value(copy, parameters->copy); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphMemcpyNodeSetParams(Handle node, const Copy3d* copy) {
-    return with_parameters<CopyNode>("cuGraphMemcpyNodeSetParams", node, [&](CopyNode* parameters) {
-        return copy == nullptr ? invalid_value : replace(parameters, CopyNode{*copy, parameters->context});
+    return run_with_parameters<CopyNode>("cuGraphMemcpyNodeSetParams", node, [&](CopyNode* parameters) {
+        return copy == nullptr ? invalid_value : replace_parameters(parameters, CopyNode{*copy, parameters->context});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphMemsetNodeGetParams(Handle node, FillParameters* fill) {
-    return with_parameters<FillNode>("cuGraphMemsetNodeGetParams", node,
-                                     [&](FillNode* parameters) { return store(fill, parameters->fill); });
+    return run_with_parameters<FillNode>("cuGraphMemsetNodeGetParams", node,
+                                         [&](FillNode* parameters) { return store_value(fill, parameters->fill); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphMemsetNodeSetParams(Handle node, const FillParameters* fill) {
-    return with_parameters<FillNode>("cuGraphMemsetNodeSetParams", node, [&](FillNode* parameters) {
-        return fill == nullptr ? invalid_value : replace(parameters, FillNode{*fill, parameters->context});
+    return run_with_parameters<FillNode>("cuGraphMemsetNodeSetParams", node, [&](FillNode* parameters) {
+        return fill == nullptr ? invalid_value : replace_parameters(parameters, FillNode{*fill, parameters->context});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphHostNodeGetParams(Handle node, HostParameters* host) {
-    return with_parameters<HostParameters>("cuGraphHostNodeGetParams", node,
-                                           [&](HostParameters* parameters) { return store(host, *parameters); });
+    return run_with_parameters<HostParameters>(
+        "cuGraphHostNodeGetParams", node, [&](HostParameters* parameters) { return store_value(host, *parameters); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphHostNodeSetParams(Handle node, const HostParameters* host) {
-    return with_parameters<HostParameters>("cuGraphHostNodeSetParams", node, [&](HostParameters* parameters) {
-        return host == nullptr ? invalid_value : replace(parameters, *host);
+    return run_with_parameters<HostParameters>("cuGraphHostNodeSetParams", node, [&](HostParameters* parameters) {
+        return host == nullptr ? invalid_value : replace_parameters(parameters, *host);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphChildGraphNodeGetGraph(Handle node, Handle* graph) {
-    return with_parameters<ChildNode>("cuGraphChildGraphNodeGetGraph", node,
-                                      [&](ChildNode* parameters) { return store(graph, parameters->graph->handle); });
+    return run_with_parameters<ChildNode>("cuGraphChildGraphNodeGetGraph", node, [&](ChildNode* parameters) {
+        return store_value(graph, parameters->graph->handle);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphEventRecordNodeGetEvent(Handle node, Handle* event) {
-    return with_parameters<RecordNode>("cuGraphEventRecordNodeGetEvent", node,
-                                       [&](RecordNode* parameters) { return store(event, parameters->event); });
+    return run_with_parameters<RecordNode>("cuGraphEventRecordNodeGetEvent", node, [&](RecordNode* parameters) {
+        return store_value(event, parameters->event);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphEventRecordNodeSetEvent(Handle node, Handle event) {
-    return with_parameters<RecordNode>("cuGraphEventRecordNodeSetEvent", node,
-                                       [&](RecordNode* parameters) { return replace(parameters, RecordNode{event}); });
+    return run_with_parameters<RecordNode>("cuGraphEventRecordNodeSetEvent", node, [&](RecordNode* parameters) {
+        return replace_parameters(parameters, RecordNode{event});
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphEventWaitNodeGetEvent(Handle node, Handle* event) {
-    return with_parameters<WaitNode>("cuGraphEventWaitNodeGetEvent", node,
-                                     [&](WaitNode* parameters) { return store(event, parameters->event); });
+    return run_with_parameters<WaitNode>("cuGraphEventWaitNodeGetEvent", node,
+                                         [&](WaitNode* parameters) { return store_value(event, parameters->event); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphEventWaitNodeSetEvent(Handle node, Handle event) {
-    return with_parameters<WaitNode>("cuGraphEventWaitNodeSetEvent", node,
-                                     [&](WaitNode* parameters) { return replace(parameters, WaitNode{event}); });
+    return run_with_parameters<WaitNode>("cuGraphEventWaitNodeSetEvent", node, [&](WaitNode* parameters) {
+        return replace_parameters(parameters, WaitNode{event});
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphMemAllocNodeGetParams(Handle node, AllocateParameters* result) {
-    return with_parameters<AllocateNode>("cuGraphMemAllocNodeGetParams", node, [&](AllocateNode* parameters) {
-        return store(result, parameters->parameters);
+    return run_with_parameters<AllocateNode>("cuGraphMemAllocNodeGetParams", node, [&](AllocateNode* parameters) {
+        return store_value(result, parameters->parameters);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphMemFreeNodeGetParams(Handle node, DevicePointer* pointer) {
-    return with_parameters<FreeNode>("cuGraphMemFreeNodeGetParams", node,
-                                     [&](FreeNode* parameters) { return store(pointer, parameters->pointer); });
+    return run_with_parameters<FreeNode>("cuGraphMemFreeNodeGetParams", node, [&](FreeNode* parameters) {
+        return store_value(pointer, parameters->pointer);
+    });
 }
 
 } // namespace gdrkit::twin::cuda

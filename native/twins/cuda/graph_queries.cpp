@@ -9,14 +9,14 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// An edge: the second node depends on the first one.
+// An edge: the second node depends on the first node.
 using Edge = std::pair<NodeRef, NodeRef>;
 
-bool depends_on(const Node& node, const NodeRef& other) {
-    return std::ranges::find(node.dependencies, other) != node.dependencies.end();
+bool depends_on(const Node& node, const NodeRef& other_node) {
+    return std::ranges::find(node.dependencies, other_node) != node.dependencies.end();
 }
 
-// Store the handles of nodes as the queries of graphs do: only their number if `handles` is null; a surplus is zeroed.
+// Store the handles of nodes, and 0 in the unused elements. If `handles` is null, store only the number of nodes.
 Result store_nodes(const std::vector<NodeRef>& nodes, Handle* handles, std::size_t* count) {
     if (count == nullptr) {
         return invalid_value;
@@ -36,7 +36,7 @@ std::vector<NodeRef> list_dependents(const NodeRef& node) {
     std::vector<NodeRef> dependents;
     const GraphRef graph = node->graph.lock();
     std::ranges::copy_if(graph->nodes, std::back_inserter(dependents),
-                         [&](const NodeRef& other) { return depends_on(*other, node); });
+                         [&](const NodeRef& other_node) { return depends_on(*other_node, node); });
     return dependents;
 }
 
@@ -51,20 +51,20 @@ Result store_edges(const Graph& graph, Handle* from, Handle* to, std::size_t* co
     if (count == nullptr || (from == nullptr) != (to == nullptr)) {
         return invalid_value;
     }
-    std::size_t count_of_targets = *count;
-    store_nodes(targets, to, &count_of_targets);
+    std::size_t target_count = *count;
+    store_nodes(targets, to, &target_count);
     return store_nodes(sources, from, count);
 }
 
 // Store default data for all edges of a query.
-void clear_edge_data(EdgeData* data, const std::size_t* count) {
-    if (data != nullptr && count != nullptr) {
-        std::fill_n(data, *count, EdgeData{});
+void clear_edge_data(EdgeData* edge_data, const std::size_t* count) {
+    if (edge_data != nullptr && count != nullptr) {
+        std::fill_n(edge_data, *count, EdgeData{});
     }
 }
 
-bool is_default(const EdgeData* data, std::size_t count) {
-    return data == nullptr || std::all_of(data, data + count, [](const EdgeData& edge) {
+bool is_default_edge_data(const EdgeData* edge_data, std::size_t count) {
+    return edge_data == nullptr || std::all_of(edge_data, edge_data + count, [](const EdgeData& edge) {
                return edge.from_port == 0 && edge.to_port == 0 && edge.type == 0;
            });
 }
@@ -117,7 +117,7 @@ Result remove_dependencies(Handle handle, const Handle* from, const Handle* to, 
     return success;
 }
 
-// Write the graph in the language of Graphviz.
+// Write the graph in the DOT language of Graphviz.
 Result print_dot(const Graph& graph, const char* path) {
     std::FILE* const file = std::fopen(path, "w");
     if (file == nullptr) {
@@ -139,7 +139,7 @@ Result print_dot(const Graph& graph, const char* path) {
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetType(Handle handle, int* type) {
-    return with_node("cuGraphNodeGetType", handle, [&](const NodeRef& node) {
+    return run_with_node("cuGraphNodeGetType", handle, [&](const NodeRef& node) {
         if (type == nullptr) {
             return invalid_value;
         }
@@ -149,12 +149,12 @@ GDRKIT_CUDA_ENTRY Result cuGraphNodeGetType(Handle handle, int* type) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphGetNodes(Handle handle, Handle* nodes, std::size_t* count) {
-    return with_graph("cuGraphGetNodes", handle,
-                      [&](const GraphRef& graph) { return store_nodes(graph->nodes, nodes, count); });
+    return run_with_graph("cuGraphGetNodes", handle,
+                          [&](const GraphRef& graph) { return store_nodes(graph->nodes, nodes, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphGetRootNodes(Handle handle, Handle* nodes, std::size_t* count) {
-    return with_graph("cuGraphGetRootNodes", handle, [&](const GraphRef& graph) {
+    return run_with_graph("cuGraphGetRootNodes", handle, [&](const GraphRef& graph) {
         std::vector<NodeRef> roots;
         std::ranges::copy_if(graph->nodes, std::back_inserter(roots),
                              [](const NodeRef& node) { return node->dependencies.empty(); });
@@ -163,40 +163,40 @@ GDRKIT_CUDA_ENTRY Result cuGraphGetRootNodes(Handle handle, Handle* nodes, std::
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphGetEdges(Handle handle, Handle* from, Handle* to, std::size_t* count) {
-    return with_graph("cuGraphGetEdges", handle,
-                      [&](const GraphRef& graph) { return store_edges(*graph, from, to, count); });
+    return run_with_graph("cuGraphGetEdges", handle,
+                          [&](const GraphRef& graph) { return store_edges(*graph, from, to, count); });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphGetEdges_v2(Handle handle, Handle* from, Handle* to, EdgeData* data,
+GDRKIT_CUDA_ENTRY Result cuGraphGetEdges_v2(Handle handle, Handle* from, Handle* to, EdgeData* edge_data,
                                             std::size_t* count) {
-    return with_graph("cuGraphGetEdges_v2", handle, [&](const GraphRef& graph) {
-        clear_edge_data(data, count);
+    return run_with_graph("cuGraphGetEdges_v2", handle, [&](const GraphRef& graph) {
+        clear_edge_data(edge_data, count);
         return store_edges(*graph, from, to, count);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependencies(Handle handle, Handle* nodes, std::size_t* count) {
-    return with_node("cuGraphNodeGetDependencies", handle,
-                     [&](const NodeRef& node) { return store_nodes(node->dependencies, nodes, count); });
+    return run_with_node("cuGraphNodeGetDependencies", handle,
+                         [&](const NodeRef& node) { return store_nodes(node->dependencies, nodes, count); });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependencies_v2(Handle handle, Handle* nodes, EdgeData* data,
+GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependencies_v2(Handle handle, Handle* nodes, EdgeData* edge_data,
                                                        std::size_t* count) {
-    return with_node("cuGraphNodeGetDependencies_v2", handle, [&](const NodeRef& node) {
-        clear_edge_data(data, count);
+    return run_with_node("cuGraphNodeGetDependencies_v2", handle, [&](const NodeRef& node) {
+        clear_edge_data(edge_data, count);
         return store_nodes(node->dependencies, nodes, count);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependentNodes(Handle handle, Handle* nodes, std::size_t* count) {
-    return with_node("cuGraphNodeGetDependentNodes", handle,
-                     [&](const NodeRef& node) { return store_nodes(list_dependents(node), nodes, count); });
+    return run_with_node("cuGraphNodeGetDependentNodes", handle,
+                         [&](const NodeRef& node) { return store_nodes(list_dependents(node), nodes, count); });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependentNodes_v2(Handle handle, Handle* nodes, EdgeData* data,
+GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependentNodes_v2(Handle handle, Handle* nodes, EdgeData* edge_data,
                                                          std::size_t* count) {
-    return with_node("cuGraphNodeGetDependentNodes_v2", handle, [&](const NodeRef& node) {
-        clear_edge_data(data, count);
+    return run_with_node("cuGraphNodeGetDependentNodes_v2", handle, [&](const NodeRef& node) {
+        clear_edge_data(edge_data, count);
         return store_nodes(list_dependents(node), nodes, count);
     });
 }
@@ -206,9 +206,9 @@ GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies(Handle graph, const Handle* from
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies_v2(Handle graph, const Handle* from, const Handle* to,
-                                                   const EdgeData* data, std::size_t count) {
+                                                   const EdgeData* edge_data, std::size_t count) {
     return run_graph_entry("cuGraphAddDependencies_v2", [&] {
-        return is_default(data, count) ? add_dependencies(graph, from, to, count) : invalid_value;
+        return is_default_edge_data(edge_data, count) ? add_dependencies(graph, from, to, count) : invalid_value;
     });
 }
 
@@ -218,15 +218,16 @@ GDRKIT_CUDA_ENTRY Result cuGraphRemoveDependencies(Handle graph, const Handle* f
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphRemoveDependencies_v2(Handle graph, const Handle* from, const Handle* to,
-                                                      const EdgeData* data, std::size_t count) {
+                                                      const EdgeData* edge_data, std::size_t count) {
     return run_graph_entry("cuGraphRemoveDependencies_v2", [&] {
-        return is_default(data, count) ? remove_dependencies(graph, from, to, count) : invalid_value;
+        return is_default_edge_data(edge_data, count) ? remove_dependencies(graph, from, to, count) : invalid_value;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphDebugDotPrint(Handle handle, const char* path, unsigned) {
-    return with_graph("cuGraphDebugDotPrint", handle,
-                      [&](const GraphRef& graph) { return path == nullptr ? invalid_value : print_dot(*graph, path); });
+    return run_with_graph("cuGraphDebugDotPrint", handle, [&](const GraphRef& graph) {
+        return path == nullptr ? invalid_value : print_dot(*graph, path);
+    });
 }
 
 } // namespace gdrkit::twin::cuda

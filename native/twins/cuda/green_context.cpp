@@ -16,7 +16,8 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Groups of compute capability 9.0, whose multiprocessors run the blocks of a cluster at the same time.
+// Sizes of a group of multiprocessors that can run the blocks of a cluster at the same time, for compute capability
+// 9.0.
 constexpr std::uint32_t group_size = 8, smallest_group_size = 2;
 constexpr std::uint32_t resource_magic = 0x6d73; // "sm"
 
@@ -30,7 +31,7 @@ Registry<GreenContext>& green_contexts() {
     return *instance;
 }
 
-// The descriptors of resources, which no function destroys.
+// The descriptors of resources. CUDA has no function that destroys a descriptor.
 struct Descriptors {
     std::mutex mutex;
     std::map<Handle, DeviceResource> all;
@@ -85,32 +86,32 @@ Result split_resource(const Split& split) {
         return invalid_value;
     }
     const std::uint32_t unit = (split.flags & split_ignore_coscheduling) != 0 ? smallest_group_size : group_size;
-    const std::uint32_t size = std::max(unit, (split.multiprocessors_min + unit - 1) / unit * unit);
-    const std::uint32_t possible_count = input.count / size;
-    // The result of a split is split again only after it has become a green context.
+    const std::uint32_t part_size = std::max(unit, (split.multiprocessors_min + unit - 1) / unit * unit);
+    const std::uint32_t possible_count = input.count / part_size;
+    // A part of a split (`split` is not 0) cannot be split again, but the resource of a green context can.
     if (possible_count == 0 || input.split != 0) {
         return invalid_resource_configuration;
     }
     const std::uint32_t count =
         split.parts == nullptr ? possible_count : std::min<std::uint32_t>(*split.count, possible_count);
     *split.count = count;
-    const std::uint32_t number = ++last_split;
+    const std::uint32_t split_number = ++last_split;
     for (std::uint32_t part = 0; split.parts != nullptr && part < count; ++part) {
-        split.parts[part] = make_resource(input.device, size, unit);
-        split.parts[part].split = number;
+        split.parts[part] = make_resource(input.device, part_size, unit);
+        split.parts[part].split = split_number;
         split.parts[part].part = part;
     }
     if (split.remaining != nullptr) {
-        const std::uint32_t rest = input.count - count * size;
-        *split.remaining = rest == 0 ? DeviceResource{} : make_resource(input.device, rest, unit);
-        split.remaining->split = number;
+        const std::uint32_t remaining_count = input.count - count * part_size;
+        *split.remaining = remaining_count == 0 ? DeviceResource{} : make_resource(input.device, remaining_count, unit);
+        split.remaining->split = split_number;
         split.remaining->part = count;
     }
     return success;
 }
 
-// Add up resources of one device, and if there are several, of one split.
-Result sum_resources(std::span<const DeviceResource> resources, DeviceResource* sum) {
+// Add up resources. All must belong to the same device and, if there are several, to the same split.
+Result sum_resources(std::span<const DeviceResource> resources, DeviceResource* total) {
     std::set<std::uint32_t> parts;
     for (const DeviceResource& resource : resources) {
         if (resource.type != resource_multiprocessors || resource.magic != resource_magic) {
@@ -121,10 +122,10 @@ Result sum_resources(std::span<const DeviceResource> resources, DeviceResource* 
             (resources.size() > 1 && !is_of_same_split)) {
             return invalid_resource_configuration;
         }
-        sum->count += resource.count;
+        total->count += resource.count;
     }
-    const DeviceResource& first = resources[0];
-    *sum = make_resource(first.device, sum->count, first.alignment);
+    const DeviceResource& first_resource = resources[0];
+    *total = make_resource(first_resource.device, total->count, first_resource.alignment);
     return success;
 }
 
@@ -145,19 +146,19 @@ Result create_green_context(Handle* handle, Handle descriptor, Device device, un
     if (resource.device != device) {
         return invalid_device;
     }
-    auto green = std::make_shared<GreenContext>();
-    green->resource = resource;
+    auto green_context = std::make_shared<GreenContext>();
+    green_context->resource = resource;
     *handle = make_handle();
-    green->context = make_green_context(device, *handle);
-    green_contexts().add(*handle, green);
+    green_context->context = make_green_context(device, *handle);
+    green_contexts().add(*handle, green_context);
     return success;
 }
 
 // Run `body` with the green context of a handle.
-template <typename Body> Result with_green_context(std::string_view symbol, Handle handle, Body&& body) {
+template <typename Body> Result run_with_green_context(std::string_view symbol, Handle handle, Body&& body) {
     return run_entry(symbol, [&] {
-        const auto green = green_contexts().find(handle);
-        return green ? body(*green) : invalid_context;
+        const auto green_context = green_contexts().find(handle);
+        return green_context ? body(*green_context) : invalid_context;
     });
 }
 
@@ -165,9 +166,9 @@ template <typename Body> Result with_green_context(std::string_view symbol, Hand
 
 std::vector<ContextRef> list_green_contexts(Device device) {
     std::vector<ContextRef> contexts;
-    green_contexts().for_each([&](const GreenContext& green) {
-        if (green.context->device == device) {
-            contexts.push_back(green.context);
+    green_contexts().for_each([&](const GreenContext& green_context) {
+        if (green_context.context->device == device) {
+            contexts.push_back(green_context.context);
         }
     });
     return contexts;
@@ -187,15 +188,16 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetDevResource(Handle handle, DeviceResource* reso
         if (const Result result = find_context(handle, &context); result != success) {
             return result;
         }
-        const auto green = green_contexts().find(context->green);
-        return store_resource(
-            resource, type, green ? green->resource : make_resource(context->device, multiprocessor_count, group_size));
+        const auto green_context = green_contexts().find(context->green_context);
+        return store_resource(resource, type,
+                              green_context ? green_context->resource
+                                            : make_resource(context->device, multiprocessor_count, group_size));
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGreenCtxGetDevResource(Handle handle, DeviceResource* resource, int type) {
-    return with_green_context("cuGreenCtxGetDevResource", handle, [&](const GreenContext& green) {
-        return store_resource(resource, type, green.resource);
+    return run_with_green_context("cuGreenCtxGetDevResource", handle, [&](const GreenContext& green_context) {
+        return store_resource(resource, type, green_context.resource);
     });
 }
 
@@ -230,28 +232,29 @@ GDRKIT_CUDA_ENTRY Result cuGreenCtxCreate(Handle* handle, Handle descriptor, Dev
 
 GDRKIT_CUDA_ENTRY Result cuGreenCtxDestroy(Handle handle) {
     return run_entry("cuGreenCtxDestroy", [&] {
-        const auto green = green_contexts().take(handle);
-        if (!green) {
+        const auto green_context = green_contexts().take(handle);
+        if (!green_context) {
             return invalid_context;
         }
-        destroy_green_context(green->context);
+        destroy_green_context(green_context->context);
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxFromGreenCtx(Handle* context, Handle handle) {
-    return with_green_context("cuCtxFromGreenCtx", handle, [&](const GreenContext& green) {
+    return run_with_green_context("cuCtxFromGreenCtx", handle, [&](const GreenContext& green_context) {
         if (context == nullptr) {
             return invalid_value;
         }
-        *context = green.context->handle;
+        *context = green_context.context->handle;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGreenCtxStreamCreate(Handle* stream, Handle handle, unsigned flags, int priority) {
-    return with_green_context("cuGreenCtxStreamCreate", handle, [&](const GreenContext& green) {
-        return flags == stream_non_blocking ? create_stream(green.context, stream, flags, priority) : invalid_value;
+    return run_with_green_context("cuGreenCtxStreamCreate", handle, [&](const GreenContext& green_context) {
+        return flags == stream_non_blocking ? create_stream(green_context.context, stream, flags, priority)
+                                            : invalid_value;
     });
 }
 

@@ -30,7 +30,7 @@ Result allocate_host(const ContextRef& context, void** pointer, std::size_t leng
     }
     range->context = context->contents_owner;
     range->device = context->device;
-    // With unified addressing every allocation is mapped for the device, and the real driver reports this flag.
+    // With unified addressing, every allocation is mapped for the device, so the real driver always reports this flag.
     range->host_flags = flags | host_alloc_devicemap;
     add_range(range);
     *pointer = range->host;
@@ -41,9 +41,9 @@ Result allocate_host(const ContextRef& context, void** pointer, std::size_t leng
 bool is_mapped(std::uint64_t base, std::uint64_t length_bytes) {
     const std::uint64_t begin = base / page_bytes * page_bytes;
     const std::uint64_t page_count = (round_up(base + length_bytes, page_bytes) - begin) / page_bytes;
-    std::vector<unsigned char> resident(page_count);
+    std::vector<unsigned char> residency(page_count);
     // mincore fails with ENOMEM for pages that are not mapped.
-    return mincore(reinterpret_cast<void*>(begin), page_count * page_bytes, resident.data()) == 0;
+    return mincore(reinterpret_cast<void*>(begin), page_count * page_bytes, residency.data()) == 0;
 }
 
 Result register_host(const ContextRef& context, void* pointer, std::size_t length_bytes, unsigned flags) {
@@ -109,7 +109,7 @@ Result make_shared_host_range(Device device, std::uint64_t length_bytes, RangeRe
         return out_of_memory;
     }
     const std::uint64_t memory_bytes = round_up(length_bytes, page_bytes);
-    // The file has the seals that a process checks before it maps memory of another one.
+    // make_device_memory sets the seals that a process checks before it maps memory of another process.
     Fd fd(make_device_memory(memory_bytes));
     MemoryRef memory;
     const Result result = fd ? Memory::adopt(std::move(fd), memory_bytes, device, &memory) : out_of_memory;

@@ -21,8 +21,8 @@ GDRKIT_TWIN_NOTE("cuda twin of gdrkit")
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Every implemented function of functions.def is a fault point. `implemented`, `not_supported` and `refused` are
-// values of the last argument of X there.
+// functions.def lists every function as X(name, since, symbol, kind). Each kind is a macro here: `implemented` expands
+// to a fault point, `not_supported` and `refused` expand to nothing.
 #define implemented(symbol) {#symbol, FaultKind::status},
 #define not_supported(symbol)
 #define refused(symbol)
@@ -37,8 +37,8 @@ constexpr FaultPoint fault_points[] = {
 
 constexpr std::string_view fault_prefixes[] = {"cu"};
 
-// At the first call, read the environment and the fault plan, and record that the process uses the twin. Return their
-// error text; empty if both are valid.
+// At the first call, read the environment and the fault plan, and record that the process uses the twin. Return the
+// text of the error; empty if both are valid.
 const std::string& configuration_error() {
     static const auto* const error = [] {
         const std::string& config_error = config().error;
@@ -103,7 +103,8 @@ GDRKIT_CUDA_ENTRY Result cuFlushGPUDirectRDMAWrites(int target, int scope) {
         if (target != flush_current_context || (scope != flush_to_owner && scope != flush_to_all_devices)) {
             return invalid_value;
         }
-        // The verbs twin writes the data to memory before it reports the completion. So only a view can lack the data.
+        // The verbs twin writes the data to memory before it reports the completion. So only a GPU's view can lack the
+        // data.
         flush_remote_writes();
         return success;
     });

@@ -1,4 +1,4 @@
-// CUDA IPC: mapping cuMemAlloc memory of another process.
+// CUDA IPC of memory: handles of cuMemAlloc memory, and mappings of memory of another process.
 #include <sys/stat.h>
 
 #include <cstring>
@@ -22,8 +22,8 @@ struct ReplyMessage {
     std::uint64_t length_bytes;
     std::uint64_t memory_offset;
     std::uint64_t memory_bytes;
-    std::int32_t physical;
-    std::uint32_t found; // 0: the allocation does not exist or was freed, and the other fields are 0
+    std::int32_t physical_number;
+    std::uint32_t is_found; // 0: the allocation does not exist or was freed, and the other fields are 0
 };
 static_assert(sizeof(ReplyMessage) == 32);
 
@@ -34,9 +34,9 @@ struct Mapping {
 
 struct Ipc {
     std::mutex mutex;
-    std::map<std::uint64_t, std::weak_ptr<Range>> exported;              // key: buffer id
-    std::map<std::pair<std::uint64_t, std::uint64_t>, Mapping> imported; // key: owner and buffer id
-    bool handler_registered = false;
+    std::map<std::uint64_t, std::weak_ptr<Range>> exported_ranges;                // key: buffer id
+    std::map<std::pair<std::uint64_t, std::uint64_t>, Mapping> imported_mappings; // key: owner and buffer id
+    bool is_handler_registered = false;
 };
 
 Ipc& ipc() {
@@ -48,10 +48,10 @@ Ipc& ipc() {
 RangeRef find_exported(std::uint64_t buffer_id) {
     RangeRef range;
     {
-        Ipc& state = ipc();
-        std::lock_guard lock(state.mutex);
-        const auto entry = state.exported.find(buffer_id);
-        range = entry == state.exported.end() ? nullptr : entry->second.lock();
+        Ipc& ipc_table = ipc();
+        std::lock_guard lock(ipc_table.mutex);
+        const auto entry = ipc_table.exported_ranges.find(buffer_id);
+        range = entry == ipc_table.exported_ranges.end() ? nullptr : entry->second.lock();
     }
     // Queued work of a stream may keep a freed range alive, so check that the range still has its address.
     return range && find_range_by_base(range->base) == range ? range : nullptr;
@@ -88,7 +88,7 @@ Result request_memory(const HandleMessage& message, MemoryRef* memory, Device* d
         return invalid_value;
     }
     std::memcpy(reply_message, reply.data(), sizeof *reply_message);
-    if (reply_message->found == 0 || fds.size() != 1) {
+    if (reply_message->is_found == 0 || fds.size() != 1) {
         return invalid_value;
     }
     struct stat status {};
@@ -98,10 +98,10 @@ Result request_memory(const HandleMessage& message, MemoryRef* memory, Device* d
                           reply_message->memory_offset < page_bytes &&
                           reply_message->memory_bytes > reply_message->memory_offset &&
                           reply_message->length_bytes <= reply_message->memory_bytes - reply_message->memory_offset;
-    if (!is_valid || reply_message->physical != message.physical) {
+    if (!is_valid || reply_message->physical_number != message.physical) {
         return invalid_value;
     }
-    const auto ordinal = find_ordinal(reply_message->physical);
+    const auto ordinal = find_ordinal(reply_message->physical_number);
     if (!ordinal) {
         return invalid_device;
     }
@@ -118,7 +118,7 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
     if (message.owner == read_control_service_id()) {
         return invalid_context;
     }
-    Ipc& state = ipc();
+    Ipc& ipc_table = ipc();
     // This thread holds open_mutex while it queries the owner, so that two threads that open the same handle share one
     // mapping. No deadlock is possible: the owner is another process, and the control service of this process takes
     // only the lock of ipc().
@@ -126,12 +126,13 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
     std::lock_guard open_lock(*open_mutex);
     const std::pair key{message.owner, message.object_id};
     {
-        std::lock_guard lock(state.mutex);
+        std::lock_guard lock(ipc_table.mutex);
         // Drop mappings that were destroyed with their context.
-        std::erase_if(state.imported, [](const auto& entry) {
+        std::erase_if(ipc_table.imported_mappings, [](const auto& entry) {
             return find_range_by_base(entry.second.range->base) != entry.second.range;
         });
-        if (const auto found_entry = state.imported.find(key); found_entry != state.imported.end()) {
+        if (const auto found_entry = ipc_table.imported_mappings.find(key);
+            found_entry != ipc_table.imported_mappings.end()) {
             ++found_entry->second.open_count;
             *pointer = found_entry->second.range->base;
             return success;
@@ -143,22 +144,22 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
     }
     range->context = context->contents_owner;
     add_range(range);
-    std::lock_guard lock(state.mutex);
-    state.imported[key] = {range, 1};
+    std::lock_guard lock(ipc_table.mutex);
+    ipc_table.imported_mappings[key] = {range, 1};
     *pointer = range->base;
     return success;
 }
 
-// Drop one reference of the mapping. Return true if it was the last one.
+// Drop one reference of the mapping. Return whether it was the last reference.
 bool drop_reference(const RangeRef& range) {
-    Ipc& state = ipc();
-    std::lock_guard lock(state.mutex);
-    for (auto entry = state.imported.begin(); entry != state.imported.end(); ++entry) {
+    Ipc& ipc_table = ipc();
+    std::lock_guard lock(ipc_table.mutex);
+    for (auto entry = ipc_table.imported_mappings.begin(); entry != ipc_table.imported_mappings.end(); ++entry) {
         if (entry->second.range == range) {
             if (--entry->second.open_count > 0) {
                 return false;
             }
-            state.imported.erase(entry);
+            ipc_table.imported_mappings.erase(entry);
             return true;
         }
     }
@@ -167,7 +168,7 @@ bool drop_reference(const RangeRef& range) {
 
 } // namespace
 
-Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* mapped, bool is_host) {
+Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* new_range, bool is_host) {
     MemoryRef memory;
     Device device = 0;
     ReplyMessage reply_message{};
@@ -175,7 +176,7 @@ Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeR
         return result;
     }
     if (is_host) {
-        *mapped = map_shared_host_memory(std::move(memory), reply_message.length_bytes);
+        *new_range = map_shared_host_memory(std::move(memory), reply_message.length_bytes);
         return success;
     }
     // The slot begins at a page, so that the range has the same offset in its page as in the owner.
@@ -192,7 +193,7 @@ Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeR
     range->length_bytes = reply_message.length_bytes;
     range->buffer_id = make_buffer_id();
     range->device = device;
-    *mapped = std::move(range);
+    *new_range = std::move(range);
     return success;
 }
 
@@ -202,14 +203,14 @@ HandleMessage export_memory(const RangeRef& range) {
     message.length_bytes = range->length_bytes;
     message.physical = get_physical_number(range->device);
     message.pool = range->pool;
-    Ipc& state = ipc();
-    std::lock_guard lock(state.mutex);
-    if (!state.handler_registered) {
+    Ipc& ipc_table = ipc();
+    std::lock_guard lock(ipc_table.mutex);
+    if (!ipc_table.is_handler_registered) {
         register_handler(request_cuda_ipc, serve_memory);
-        state.handler_registered = true;
+        ipc_table.is_handler_registered = true;
     }
-    std::erase_if(state.exported, [](const auto& entry) { return entry.second.expired(); });
-    state.exported[range->buffer_id] = range;
+    std::erase_if(ipc_table.exported_ranges, [](const auto& entry) { return entry.second.expired(); });
+    ipc_table.exported_ranges[range->buffer_id] = range;
     return message;
 }
 

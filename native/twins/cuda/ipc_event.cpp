@@ -16,8 +16,8 @@ void serve_event(std::span<const std::byte> request, std::vector<std::byte>* rep
     }
     std::memcpy(&event, request.data(), sizeof event);
     reply->resize(1);
-    if (const auto shared = find_exportable(event)) {
-        if (Fd fd = reopen(shared->fd())) {
+    if (const auto shared_event = find_exportable_event(event)) {
+        if (Fd fd = reopen(shared_event->fd())) {
             fds->push_back(std::move(fd));
         }
     }
@@ -40,11 +40,11 @@ Result open_event(const ContextRef& context, const IpcHandle& handle, Handle* ev
     if (!send_control_request(message.owner, request_cuda_ipc_event, request, &reply, &fds)) {
         return invalid_handle;
     }
-    auto shared = fds.size() == 1 ? SharedEvent::adopt(std::move(fds[0])) : nullptr;
-    if (!shared) {
+    auto shared_event = fds.size() == 1 ? SharedEvent::adopt(std::move(fds[0])) : nullptr;
+    if (!shared_event) {
         return invalid_value;
     }
-    *event = add_imported(context, std::move(shared));
+    *event = add_imported_event(context, std::move(shared_event));
     return success;
 }
 
@@ -55,11 +55,12 @@ GDRKIT_CUDA_ENTRY Result cuIpcGetEventHandle(IpcHandle* handle, Handle event) {
         if (handle == nullptr) {
             return invalid_value;
         }
-        if (!find_exportable(event)) {
+        if (!find_exportable_event(event)) {
             return invalid_handle;
         }
-        // std::call_once() is not used, because libstdc++ keeps its state in thread-local variables. The initial-exec
-        // model of this library would need them in static TLS, and libstdc++ may have been loaded by dlopen() before.
+        // std::call_once() is not used, because libstdc++ keeps its state in thread-local variables. This library has
+        // the initial-exec model, which needs such variables in static TLS, but libstdc++ may have been loaded by
+        // dlopen() before.
         [[maybe_unused]] static const bool is_registered = [] {
             register_handler(request_cuda_ipc_event, serve_event);
             return true;

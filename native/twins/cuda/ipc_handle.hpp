@@ -17,13 +17,13 @@ namespace gdrkit::twin::cuda {
 struct HandleMessage {
     char magic[8];              // the type of the shared object
     std::uint64_t owner;        // id of the control service of the owning process
-    std::uint64_t object_id;    // id of the object in the owning process; of a pool: the type of its location
-    std::uint64_t length_bytes; // of memory; of a pool: the number of its location
-    std::int32_t physical;      // of memory: the number of the device, as in visible_devices.hpp
+    std::uint64_t object_id;    // id of the object in the owning process; for a pool: the type of its location
+    std::uint64_t length_bytes; // length of the memory; for a pool: the number of its location
+    std::int32_t physical;      // for memory: the physical number of the device (visible_devices.hpp)
     std::uint32_t reserved;     // zero
-    Handle pool;                // of memory in a pool, or of a pool: the handle of the pool in the owning process
+    Handle pool;                // for a pool and its memory: the handle of the pool in the owning process
     std::uint64_t reserved_too; // zero
-    std::uint64_t checksum;     // of all bytes before this field
+    std::uint64_t checksum;     // checksum of all bytes before this field
 };
 static_assert(sizeof(HandleMessage) == sizeof(IpcHandle) && offsetof(HandleMessage, checksum) == 56);
 
@@ -57,11 +57,12 @@ inline bool read_handle(std::string_view magic, const IpcHandle& handle, HandleM
 // Describe a range to another process, which maps its memory by map_imported_memory (ipc.cpp).
 HandleMessage export_memory(const RangeRef& range);
 
-// Map memory that another process owns, as memory of a device or of the host. Fails if that process has ended or has
-// freed the memory. The caller sets the other members of the range and adds it to the address space.
-Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* mapped, bool is_host = false);
+// Map memory that another process owns, as memory of a device or of the host. Fail if the other process has ended or
+// has freed the memory. The caller sets the other members of the range and adds it to the address space.
+Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* new_range, bool is_host = false);
 
-// Open a separate descriptor for the other process. While it is open, the memory counts as referenced.
+// Open a separate descriptor to send to another process. While that descriptor is open, the memory counts as
+// referenced.
 inline Fd reopen(int fd) {
     char path[64];
     std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);

@@ -1,4 +1,4 @@
-// cuMemPrefetchAsync, cuMemAdvise, cuMemRangeGetAttribute and cuStreamAttachMemAsync.
+// Functions of managed memory: cuMemPrefetchAsync, cuMemAdvise, cuMemRangeGetAttribute and cuStreamAttachMemAsync.
 #include "cuda/managed.hpp"
 
 #include <unistd.h>
@@ -17,13 +17,14 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Guards the advice of all ranges.
+// Return the mutex that guards the advice of all ranges.
 std::mutex& advice_mutex() {
     static auto* const instance = new std::mutex;
     return *instance;
 }
 
-// The whole pages [begin, end) that contain the caller's bytes, and the managed allocation (range) that they belong to.
+// The whole pages [begin, end) that contain the caller's bytes, and the managed allocation (range) to which these pages
+// belong.
 struct Pages {
     RangeRef range;
     std::uint64_t begin = 0, end = 0;
@@ -39,8 +40,9 @@ Result find_pages(DevicePointer pointer, std::uint64_t length_bytes, Pages* page
     return success;
 }
 
-// Split range->advice at both ends of the pages, and return the Advice of each part between them. An entry of the map
-// holds from its address up to the next entry. The caller holds advice_mutex(). The result refers to *parts.
+// Split range->advice at both ends of the pages, and return the Advice of each part between these ends. An entry of the
+// map applies to the pages from its address up to the next entry. The caller holds advice_mutex(). The returned span
+// refers to *parts.
 std::span<Advice* const> split_advice_locked(const Pages& pages, std::vector<Advice*>* parts) {
     auto& advice = pages.range->advice;
     for (const std::uint64_t boundary : {pages.begin, pages.end}) {
@@ -73,7 +75,7 @@ Result check_location(Location* location) {
     }
 }
 
-// Return the location of the functions that take a device or cpu_device.
+// Convert the argument of the functions that take a device, which may be cpu_device, to a location.
 Location make_location(Device device) {
     return device == cpu_device ? Location{location_host, 0} : Location{location_device, device};
 }
@@ -96,43 +98,43 @@ Result prefetch(const ContextRef& context, DevicePointer pointer, std::uint64_t 
         std::lock_guard lock(advice_mutex());
         std::vector<Advice*> parts;
         for (Advice* const part : split_advice_locked(pages, &parts)) {
-            part->prefetched = location;
+            part->prefetched_location = location;
         }
     }
     enqueue(stream, {}, Timing::delayed);
     return success;
 }
 
-void apply(int advice, const Location& location, Advice* to) {
+void apply_advice(int advice, const Location& location, Advice* pages_advice) {
     const Device processor = location.type == location_device ? location.id : cpu_device;
     switch (advice) {
     case advise_set_read_mostly:
     case advise_unset_read_mostly:
-        to->is_read_mostly = advice == advise_set_read_mostly;
+        pages_advice->is_read_mostly = advice == advise_set_read_mostly;
         break;
     case advise_set_preferred_location:
-        to->preferred = location;
+        pages_advice->preferred_location = location;
         break;
     case advise_unset_preferred_location:
-        to->preferred = {};
+        pages_advice->preferred_location = {};
         break;
     case advise_set_accessed_by:
-        to->accessed_by.insert(processor);
+        pages_advice->accessed_by.insert(processor);
         break;
     default:
-        to->accessed_by.erase(processor);
+        pages_advice->accessed_by.erase(processor);
     }
 }
 
-Result advise(DevicePointer pointer, std::uint64_t length_bytes, int advice, Location location) {
+Result set_advice(DevicePointer pointer, std::uint64_t length_bytes, int advice, Location location) {
     if (advice < advise_set_read_mostly || advice > advise_unset_accessed_by) {
         return invalid_value;
     }
-    const bool is_about_access = advice == advise_set_accessed_by || advice == advise_unset_accessed_by;
-    if (is_about_access && location.type != location_device && location.type != location_host) {
+    const bool is_access_advice = advice == advise_set_accessed_by || advice == advise_unset_accessed_by;
+    if (is_access_advice && location.type != location_device && location.type != location_host) {
         return invalid_value;
     }
-    if (is_about_access || advice == advise_set_preferred_location) {
+    if (is_access_advice || advice == advise_set_preferred_location) {
         if (check_location(&location) != success) {
             return invalid_value; // also for a device that does not exist
         }
@@ -144,7 +146,7 @@ Result advise(DevicePointer pointer, std::uint64_t length_bytes, int advice, Loc
     std::lock_guard lock(advice_mutex());
     std::vector<Advice*> parts;
     for (Advice* const part : split_advice_locked(pages, &parts)) {
-        apply(advice, location, part);
+        apply_advice(advice, location, part);
     }
     return success;
 }
@@ -158,7 +160,7 @@ Location find_common_location(std::span<Advice* const> parts, Location Advice::*
     return is_common ? first : Location{};
 }
 
-Device find_device(const Location& location) {
+Device get_device(const Location& location) {
     switch (location.type) {
     case location_device:
         return location.id;
@@ -181,34 +183,34 @@ std::vector<std::int32_t> find_common_accessors(std::span<Advice* const> parts, 
     return devices;
 }
 
-Result query(std::span<Advice* const> parts, int attribute, void* data, std::size_t data_bytes) {
+Result query_attribute(std::span<Advice* const> parts, int attribute, void* data, std::size_t data_bytes) {
     std::vector<std::int32_t> values;
-    const Location preferred = find_common_location(parts, &Advice::preferred),
-                   prefetched = find_common_location(parts, &Advice::prefetched);
+    const Location preferred_location = find_common_location(parts, &Advice::preferred_location),
+                   prefetched_location = find_common_location(parts, &Advice::prefetched_location);
     switch (attribute) {
     case range_read_mostly:
         values = {std::ranges::all_of(parts, &Advice::is_read_mostly) ? 1 : 0};
         break;
     case range_preferred_location:
-        values = {find_device(preferred)};
+        values = {get_device(preferred_location)};
         break;
     case range_accessed_by:
         values = find_common_accessors(parts, data_bytes / sizeof(std::int32_t));
         break;
     case range_last_prefetch_location:
-        values = {find_device(prefetched)};
+        values = {get_device(prefetched_location)};
         break;
     case range_preferred_location_type:
-        values = {preferred.type};
+        values = {preferred_location.type};
         break;
     case range_preferred_location_id:
-        values = {preferred.id};
+        values = {preferred_location.id};
         break;
     case range_last_prefetch_location_type:
-        values = {prefetched.type};
+        values = {prefetched_location.type};
         break;
     case range_last_prefetch_location_id:
-        values = {prefetched.id};
+        values = {prefetched_location.id};
         break;
     default:
         return invalid_value;
@@ -220,8 +222,8 @@ Result query(std::span<Advice* const> parts, int attribute, void* data, std::siz
     return success;
 }
 
-Result query_all(void** data, const std::size_t* data_bytes, const int* attributes, std::size_t count,
-                 DevicePointer pointer, std::uint64_t length_bytes) {
+Result query_attributes(void** data, const std::size_t* data_bytes, const int* attributes, std::size_t count,
+                        DevicePointer pointer, std::uint64_t length_bytes) {
     Pages pages;
     if (data == nullptr || data_bytes == nullptr || attributes == nullptr || count == 0) {
         return invalid_value;
@@ -234,7 +236,7 @@ Result query_all(void** data, const std::size_t* data_bytes, const int* attribut
     split_advice_locked(pages, &parts);
     Result result = success;
     for (std::size_t index = 0; result == success && index < count; ++index) {
-        result = query(parts, attributes[index], data[index], data_bytes[index]);
+        result = query_attribute(parts, attributes[index], data[index], data_bytes[index]);
     }
     return result;
 }
@@ -256,27 +258,28 @@ GDRKIT_CUDA_ENTRY Result cuMemPrefetchAsync_v2(DevicePointer pointer, std::size_
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAdvise(DevicePointer pointer, std::size_t length_bytes, int advice, Device device) {
-    return run_entry_in_context(
-        "cuMemAdvise", [&](const ContextRef&) { return advise(pointer, length_bytes, advice, make_location(device)); });
+    return run_entry_in_context("cuMemAdvise", [&](const ContextRef&) {
+        return set_advice(pointer, length_bytes, advice, make_location(device));
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAdvise_v2(DevicePointer pointer, std::size_t length_bytes, int advice,
                                         Location location) {
     return run_entry_in_context("cuMemAdvise_v2",
-                                [&](const ContextRef&) { return advise(pointer, length_bytes, advice, location); });
+                                [&](const ContextRef&) { return set_advice(pointer, length_bytes, advice, location); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemRangeGetAttribute(void* data, std::size_t data_bytes, int attribute,
                                                 DevicePointer pointer, std::size_t length_bytes) {
     return run_entry_in_context("cuMemRangeGetAttribute", [&](const ContextRef&) {
-        return query_all(&data, &data_bytes, &attribute, 1, pointer, length_bytes);
+        return query_attributes(&data, &data_bytes, &attribute, 1, pointer, length_bytes);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemRangeGetAttributes(void** data, std::size_t* data_bytes, int* attributes,
                                                  std::size_t count, DevicePointer pointer, std::size_t length_bytes) {
     return run_entry_in_context("cuMemRangeGetAttributes", [&](const ContextRef&) {
-        return query_all(data, data_bytes, attributes, count, pointer, length_bytes);
+        return query_attributes(data, data_bytes, attributes, count, pointer, length_bytes);
     });
 }
 

@@ -1,5 +1,5 @@
-// Advice about managed memory and the location to which it was prefetched. The twin only remembers them: managed memory
-// is memory of the host, which all devices can access at all times.
+// Advice about managed memory and the location to which it was prefetched. The twin only stores both, because its
+// managed memory is host memory, which all devices can access at all times.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@
 
 namespace gdrkit::twin::cuda {
 
-// The advice about some pages. A location of type location_none means that the program gave none.
+// The advice about some pages. The type location_none means that the program gave no location.
 struct Advice {
     bool is_read_mostly = false;
-    Location preferred{};
-    Location prefetched{};
+    Location preferred_location{};
+    Location prefetched_location{};
     std::set<Device> accessed_by; // devices, or cpu_device
 };
 

@@ -19,13 +19,13 @@ Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, st
     if (pointer == nullptr || length_bytes == 0) {
         return invalid_value;
     }
-    if (const Result result = check_unobserved_call(); result != success) {
+    if (const Result result = check_unsafe_call(); result != success) {
         return result;
     }
     RangeRef range;
-    const Result created = allocate(MemoryKind::device, context->device, length_bytes, &range);
-    if (created != success) {
-        return created;
+    const Result allocate_result = allocate(MemoryKind::device, context->device, length_bytes, &range);
+    if (allocate_result != success) {
+        return allocate_result;
     }
     range->context = context->contents_owner;
     range->gpu_direct_rdma_capable = true;
@@ -111,7 +111,7 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
         if (pointer == nullptr || length_bytes == 0 || (flags != attach_global && flags != attach_host)) {
             return invalid_value;
         }
-        if (const Result result = check_unobserved_call(); result != success) {
+        if (const Result result = check_unsafe_call(); result != success) {
             return result;
         }
         const RangeRef range = make_host_range(MemoryKind::managed, length_bytes);
@@ -129,7 +129,7 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
 
 GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
     return run_entry_in_context("cuMemFree_v2", [&](const ContextRef& context) {
-        if (const Result result = check_unobserved_call(); result != success) {
+        if (const Result result = check_unsafe_call(); result != success) {
             return result;
         }
         if (pointer == 0) {
@@ -159,7 +159,7 @@ GDRKIT_CUDA_ENTRY Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) 
         if (free == nullptr || total == nullptr) {
             return invalid_value;
         }
-        *free = free_bytes(context->device);
+        *free = count_free_bytes(context->device);
         *total = device_memory_bytes;
         return success;
     });

@@ -20,11 +20,11 @@
 namespace gdrkit::twin::cuda {
 
 // Physical device memory: a memfd, and the mapping through which the twin copies. Ranges, queued work of streams and
-// handles hold references to it. When the last reference is dropped, a dma-buf or another process may still have a
-// descriptor of the memfd. The bytes then count as used until that descriptor is closed.
+// handles hold references to this memory. When the last reference is dropped, a dma-buf or another process may still
+// have a descriptor of the memfd. The bytes then count as used until that descriptor is closed.
 class Memory {
 public:
-    // Allocate memory of a device. Fails with out_of_memory if the device or the machine has no more.
+    // Allocate memory of a device. Fail with out_of_memory if the device or the machine has too little free memory.
     static Result make(Device device, std::uint64_t length_bytes, std::shared_ptr<Memory>* memory);
     // Map memory that another process owns. It is not counted as used in this process.
     static Result adopt(Fd fd, std::uint64_t length_bytes, Device device, std::shared_ptr<Memory>* memory);
@@ -37,8 +37,8 @@ public:
     [[nodiscard]] std::byte* data() const { return data_; }
     [[nodiscard]] std::uint64_t length_bytes() const { return length_bytes_; }
     [[nodiscard]] Device device() const { return device_; }
-    // Return the byte that the GPU sees in place of this byte of data(), or nullptr if it sees data() itself.
-    [[nodiscard]] std::byte* view_of(const std::byte* byte) const { return view_ ? view_->at(byte) : nullptr; }
+    // Return the byte that the GPU sees in place of this byte of data(), or nullptr if the GPU sees data() itself.
+    [[nodiscard]] std::byte* find_view(const std::byte* byte) const { return view_ ? view_->at(byte) : nullptr; }
 
 private:
     Memory(Fd fd, std::byte* data, std::uint64_t length_bytes, Device device, bool is_owner);
@@ -53,7 +53,7 @@ private:
 using MemoryRef = std::shared_ptr<Memory>;
 
 // Return the free memory of the device, after reclaiming freed memory that is no longer referenced.
-std::uint64_t free_bytes(Device device);
+std::uint64_t count_free_bytes(Device device);
 
 // Reclaim, on every device, freed memory that is no longer referenced.
 void reclaim_unreferenced_memory();
@@ -73,7 +73,7 @@ struct Range {
 
     MemoryRef memory;                // null for managed and host memory
     std::uint64_t memory_offset = 0; // offset of the range in `memory`
-    Slot slot;                       // for kinds with an arena address
+    Slot slot;                       // address in the arena; empty for memory without such an address
     std::shared_ptr<void> owner;     // keeps the host pages, the VMM allocation or the pool alive
 
     std::byte* host = nullptr;    // CPU address of managed and host memory, equal to base; else null
@@ -84,8 +84,8 @@ struct Range {
     bool gpu_direct_rdma_capable = false;
     std::uint64_t reservation_base = 0, reservation_bytes = 0;
     std::map<Device, int> access; // CUmemAccess_flags; only used for VMM memory
-    // The advice about the pages of managed memory from each address to the next one, guarded by the mutex of
-    // managed.cpp.
+    // For managed memory: the advice about the pages from each key address up to the next key. The mutex of managed.cpp
+    // guards this map.
     std::map<std::uint64_t, Advice> advice;
 
     [[nodiscard]] bool is_host() const { return host != nullptr; }
@@ -116,15 +116,16 @@ void set_access(const RangeRef& range, Device device, int flags);
 
 // Allocate memory (kinds device and pool) at a new address. The caller adds the range to the address space.
 Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, RangeRef* range);
-// Do the same at an address that was allocated before.
+// Do the same as allocate() at the address of a slot that the caller has allocated.
 Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const Slot& slot, RangeRef* range);
 // Allocate host memory (kinds managed and host_alloc); null on failure. The caller adds the range to the address space.
 RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes);
-// Allocate memory of the host (kind pool) that processes can share. A device is named, because each range has one.
+// Allocate memory of the host (kind pool) that processes can share. `device` is the device of the range, because every
+// range has a device.
 Result make_shared_host_range(Device device, std::uint64_t length_bytes, RangeRef* range);
-// Return a range for such memory, which this or another process has allocated.
+// Return a range for memory that make_shared_host_range has allocated in this or another process.
 RangeRef map_shared_host_memory(MemoryRef memory, std::uint64_t length_bytes);
-// Remove a range (an allocation or a mapping) from the address space and the ledger. Fails with invalid_value if no
+// Remove a range (an allocation or a mapping) from the address space and the ledger. Fail with invalid_value if no
 // range of one of these kinds begins at `address`. A double free ends the process.
 Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* range);
 // Return the name under which the ledger counts ranges of this memory kind.

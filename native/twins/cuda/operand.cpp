@@ -14,21 +14,21 @@ bool has_access(const Range& range, const Context& context, Access access) {
     if (range.kind == MemoryKind::host_registered) {
         return access == Access::read || (range.host_flags & host_register_read_only) == 0;
     }
-    const int needed = access == Access::read ? access_read : access_read_write;
-    return (get_access(range, context.device) & needed) == needed;
+    const int needed_flags = access == Access::read ? access_read : access_read_write;
+    return (get_access(range, context.device) & needed_flags) == needed_flags;
 }
 
 void add_span(const Range& range, std::uint64_t address, std::uint64_t length_bytes, Access access, Operand* operand) {
     const std::span<std::byte> bytes(range.bytes(address), length_bytes);
-    std::byte* const view = range.memory ? range.memory->view_of(bytes.data()) : nullptr;
+    std::byte* const view = range.memory ? range.memory->find_view(bytes.data()) : nullptr;
     if (view != nullptr && access == Access::write) {
-        operand->viewed.push_back({bytes, view});
+        operand->viewed_bytes.push_back({bytes, view});
     }
     operand->spans.push_back(view != nullptr && access == Access::read ? std::span(view, length_bytes) : bytes);
 }
 
-// Resolve an address range to spans. It must lie in one allocation or, because a program may map VMM memory side by
-// side, in adjacent VMM mappings.
+// Resolve an address range to spans. The range must lie in one allocation or in adjacent VMM mappings, because a
+// program may map VMM memory side by side.
 Result resolve_ranges(std::uint64_t address, std::uint64_t length_bytes, const Context& context, Access access,
                       Operand* operand) {
     const std::uint64_t end = address + length_bytes;
@@ -50,7 +50,7 @@ Result resolve_ranges(std::uint64_t address, std::uint64_t length_bytes, const C
     return success;
 }
 
-// Resolve a contiguous range.
+// Resolve one row, which is a contiguous range.
 Result resolve_row(std::uint64_t address, std::uint64_t length_bytes, const Context& context, AllowedMemory allowed,
                    Access access, Operand* operand) {
     if (address == 0 || address + length_bytes < address) {
@@ -69,7 +69,7 @@ Result resolve_row(std::uint64_t address, std::uint64_t length_bytes, const Cont
     return success;
 }
 
-// Compute the distance from the first byte to the end of the last row. Return false if it overflows.
+// Compute the number of bytes from the first byte to the end of the last row. Return false if the number overflows.
 bool compute_extent(const Layout& layout, std::uint64_t* length_bytes) {
     std::uint64_t rows_bytes = 0, slices_bytes = 0;
     return !__builtin_mul_overflow(layout.height - 1, layout.pitch_bytes, &rows_bytes) &&
@@ -80,17 +80,18 @@ bool compute_extent(const Layout& layout, std::uint64_t* length_bytes) {
 
 } // namespace
 
-Result check(const Layout& layout, const Context& context, AllowedMemory allowed, Access access) {
+Result check_layout(const Layout& layout, const Context& context, AllowedMemory allowed, Access access) {
     // All rows must be in one allocation, so check the range that contains them.
     std::uint64_t length_bytes = 0;
-    Operand all;
+    Operand whole_extent;
     return compute_extent(layout, &length_bytes)
-               ? resolve_row(layout.address, length_bytes, context, allowed, access, &all)
+               ? resolve_row(layout.address, length_bytes, context, allowed, access, &whole_extent)
                : invalid_value;
 }
 
-Result resolve(const Layout& layout, const Context& context, AllowedMemory allowed, Access access, Operand* operand) {
-    Result result = check(layout, context, allowed, access);
+Result resolve_layout(const Layout& layout, const Context& context, AllowedMemory allowed, Access access,
+                      Operand* operand) {
+    Result result = check_layout(layout, context, allowed, access);
     for (std::uint64_t slice = 0; result == success && slice < layout.depth; ++slice) {
         std::uint64_t address = layout.address + slice * layout.slice_bytes;
         for (std::uint64_t row = 0; result == success && row < layout.height; ++row, address += layout.pitch_bytes) {
@@ -117,7 +118,7 @@ void copy_spans(const Operand& to, const Operand& from) {
             }
         }
     }
-    std::ranges::for_each(to.viewed, show);
+    std::ranges::for_each(to.viewed_bytes, update_view);
 }
 
 // Copy a pageable source to a staging buffer now, because the real driver reads it before the call returns.
@@ -126,13 +127,13 @@ void stage_pageable(Operand* operand) {
     for (const auto& span : operand->spans) {
         length_bytes += span.size();
     }
-    auto staged = std::make_shared<std::vector<std::byte>>();
-    staged->reserve(length_bytes);
+    auto staging_buffer = std::make_shared<std::vector<std::byte>>();
+    staging_buffer->reserve(length_bytes);
     for (const auto& span : operand->spans) {
-        staged->insert(staged->end(), span.begin(), span.end());
+        staging_buffer->insert(staging_buffer->end(), span.begin(), span.end());
     }
-    operand->spans.assign(1, std::span(*staged));
-    operand->owners.assign(1, std::move(staged));
+    operand->spans.assign(1, std::span(*staging_buffer));
+    operand->owners.assign(1, std::move(staging_buffer));
 }
 
 } // namespace gdrkit::twin::cuda

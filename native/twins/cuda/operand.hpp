@@ -30,18 +30,19 @@ struct Layout {
 // alive.
 struct Operand {
     std::vector<std::span<std::byte>> spans;
-    std::vector<ViewedBytes> viewed; // of a destination: the bytes of which the GPU has a view
+    std::vector<ViewedBytes> viewed_bytes; // of a destination: the bytes of which the GPU has a view
     std::vector<std::shared_ptr<void>> owners;
     bool is_pageable = false;     // unregistered host memory, which the driver copies through a staging buffer
     bool is_host = false;         // host memory, registered or not
     bool has_sync_memops = false; // a range has the attribute CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 };
 
-// Find the memory of a layout. Fails with invalid_value if it is not allocated, not accessible or not allowed.
-Result resolve(const Layout& layout, const Context& context, AllowedMemory allowed, Access access, Operand* operand);
+// Find the memory of a layout. Fail with invalid_value if the memory is not allocated, not accessible or not allowed.
+Result resolve_layout(const Layout& layout, const Context& context, AllowedMemory allowed, Access access,
+                      Operand* operand);
 
-// Check a layout as resolve() does, at a cost that does not depend on the number of rows.
-Result check(const Layout& layout, const Context& context, AllowedMemory allowed, Access access);
+// Check a layout as resolve_layout() does, at a cost that does not depend on the number of rows.
+Result check_layout(const Layout& layout, const Context& context, AllowedMemory allowed, Access access);
 
 // Copy the bytes of an operand to another one of the same size.
 void copy_spans(const Operand& to, const Operand& from);

@@ -22,7 +22,7 @@ struct FreedMemory {
 struct MemoryUsage {
     std::mutex mutex;
     std::map<Device, std::uint64_t> used_bytes;
-    std::map<Device, std::vector<FreedMemory>> freed;
+    std::map<Device, std::vector<FreedMemory>> freed_memory;
 };
 
 MemoryUsage& memory_usage() {
@@ -31,22 +31,22 @@ MemoryUsage& memory_usage() {
 }
 
 // Count the device's freed memory as free if it is no longer referenced.
-void reclaim_locked(MemoryUsage* state, Device device) {
-    std::erase_if(state->freed[device], [&](const FreedMemory& freed) {
-        const bool is_unreferenced = !has_other_references(freed.fd.get());
+void reclaim_locked(MemoryUsage* usage, Device device) {
+    std::erase_if(usage->freed_memory[device], [&](const FreedMemory& freed_memory) {
+        const bool is_unreferenced = !has_other_references(freed_memory.fd.get());
         if (is_unreferenced) {
-            state->used_bytes[device] -= freed.length_bytes;
+            usage->used_bytes[device] -= freed_memory.length_bytes;
         }
         return is_unreferenced;
     });
 }
 
 // Count the bytes as used. Return false if the device does not have so many free bytes.
-bool charge(Device device, std::uint64_t length_bytes) {
-    MemoryUsage& state = memory_usage();
-    std::lock_guard lock(state.mutex);
-    reclaim_locked(&state, device);
-    std::uint64_t& used_bytes = state.used_bytes[device];
+bool add_used_bytes(Device device, std::uint64_t length_bytes) {
+    MemoryUsage& usage = memory_usage();
+    std::lock_guard lock(usage.mutex);
+    reclaim_locked(&usage, device);
+    std::uint64_t& used_bytes = usage.used_bytes[device];
     if (length_bytes > device_memory_bytes - used_bytes) {
         return false;
     }
@@ -54,14 +54,15 @@ bool charge(Device device, std::uint64_t length_bytes) {
     return true;
 }
 
-// Count the bytes as free now or, if the memory is still referenced elsewhere, when it is reclaimed.
-void uncharge(Device device, std::uint64_t length_bytes, Fd fd) {
-    MemoryUsage& state = memory_usage();
-    std::lock_guard lock(state.mutex);
+// Count the bytes as free. If the memory is still referenced elsewhere, count them as free when the memory is
+// reclaimed.
+void subtract_used_bytes(Device device, std::uint64_t length_bytes, Fd fd) {
+    MemoryUsage& usage = memory_usage();
+    std::lock_guard lock(usage.mutex);
     if (fd && has_other_references(fd.get())) {
-        state.freed[device].push_back({std::move(fd), length_bytes});
+        usage.freed_memory[device].push_back({std::move(fd), length_bytes});
     } else {
-        state.used_bytes[device] -= length_bytes;
+        usage.used_bytes[device] -= length_bytes;
     }
 }
 
@@ -83,7 +84,7 @@ Memory::~Memory() {
     view_.reset();
     munmap(data_, length_bytes_);
     if (is_owner_) {
-        uncharge(device_, length_bytes_, std::move(fd_));
+        subtract_used_bytes(device_, length_bytes_, std::move(fd_));
     }
 }
 
@@ -92,13 +93,13 @@ Result Memory::make(Device device, std::uint64_t length_bytes, std::shared_ptr<M
         return out_of_memory;
     }
     const std::uint64_t memory_bytes = round_up(length_bytes, page_bytes);
-    if (!charge(device, memory_bytes)) {
+    if (!add_used_bytes(device, memory_bytes)) {
         return out_of_memory;
     }
     Fd fd(make_device_memory(memory_bytes));
     std::byte* const data = fd ? map_shared(fd.get(), memory_bytes) : nullptr;
     if (data == nullptr) {
-        uncharge(device, memory_bytes, Fd());
+        subtract_used_bytes(device, memory_bytes, Fd());
         return out_of_memory;
     }
     memory->reset(new Memory(std::move(fd), data, memory_bytes, device, true));
@@ -114,18 +115,18 @@ Result Memory::adopt(Fd fd, std::uint64_t length_bytes, Device device, std::shar
     return success;
 }
 
-std::uint64_t free_bytes(Device device) {
-    MemoryUsage& state = memory_usage();
-    std::lock_guard lock(state.mutex);
-    reclaim_locked(&state, device);
-    return device_memory_bytes - state.used_bytes[device];
+std::uint64_t count_free_bytes(Device device) {
+    MemoryUsage& usage = memory_usage();
+    std::lock_guard lock(usage.mutex);
+    reclaim_locked(&usage, device);
+    return device_memory_bytes - usage.used_bytes[device];
 }
 
 void reclaim_unreferenced_memory() {
-    MemoryUsage& state = memory_usage();
-    std::lock_guard lock(state.mutex);
-    for (const auto& [device, freed] : state.freed) {
-        reclaim_locked(&state, device);
+    MemoryUsage& usage = memory_usage();
+    std::lock_guard lock(usage.mutex);
+    for (const auto& [device, freed_memory] : usage.freed_memory) {
+        reclaim_locked(&usage, device);
     }
 }
 

@@ -1,5 +1,5 @@
-// cuPointerGetAttribute and related functions. For pointers to host memory, to freed memory and to addresses that are
-// only reserved, they return the results of an H200.
+// cuPointerGetAttribute and related functions. Their results for host memory, freed memory and addresses that are only
+// reserved are the results of an H200.
 #include <cstring>
 
 #include "cuda/entry.hpp"
@@ -22,7 +22,7 @@ int get_access_of_current_context(const Range& range) {
     return get_access(range, find_current_context(&context) == success ? context->device : range.device);
 }
 
-// Base and size of the page-aligned mapping that contains the range.
+// Return the base of the page-aligned mapping that contains the range. count_mapping_bytes returns its size.
 std::uint64_t find_mapping_base(const Range& range) {
     return range.memory ? range.base - range.memory_offset : range.base;
 }
@@ -82,7 +82,7 @@ Result query_range(const Range& range, std::uint64_t pointer, int attribute, voi
     }
 }
 
-// cuPointerGetAttributes of a pointer outside all ranges.
+// Answer cuPointerGetAttributes for a pointer outside all ranges.
 Result query_unknown_pointer(std::uint64_t pointer, int attribute, void* result) {
     std::uint64_t base = 0, length_bytes = 0;
     const bool is_reserved = find_reservation(pointer, &base, &length_bytes);
@@ -165,9 +165,9 @@ GDRKIT_CUDA_ENTRY Result cuPointerSetAttribute(const void* value, int attribute,
         if (range->kind == MemoryKind::vmm) {
             return not_supported;
         }
-        std::uint32_t enabled = 0;
-        std::memcpy(&enabled, value, sizeof enabled);
-        range->sync_memops = enabled != 0;
+        std::uint32_t is_enabled = 0;
+        std::memcpy(&is_enabled, value, sizeof is_enabled);
+        range->sync_memops = is_enabled != 0;
         return success;
     });
 }

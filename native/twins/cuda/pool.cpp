@@ -35,8 +35,8 @@ LocationKey make_location_key(const Location& location) {
 // The default pool of each location, and the pool that the program has chosen for it.
 struct LocationPools {
     std::mutex mutex;
-    std::map<LocationKey, PoolRef> defaults;
-    std::map<LocationKey, PoolRef> current;
+    std::map<LocationKey, PoolRef> default_pools;
+    std::map<LocationKey, PoolRef> chosen_pools;
 };
 
 LocationPools& location_pools() {
@@ -44,11 +44,11 @@ LocationPools& location_pools() {
     return *instance;
 }
 
-Result get_default_pool_locked(LocationPools* state, const Location& location, PoolRef* default_pool) {
-    PoolRef& pool = state->defaults[make_location_key(location)];
+Result get_default_pool_locked(LocationPools* all_pools, const Location& location, PoolRef* default_pool) {
+    PoolRef& pool = all_pools->default_pools[make_location_key(location)];
     if (!pool) {
         if (const Result result = make_pool(location, &pool); result != success) {
-            state->defaults.erase(make_location_key(location));
+            all_pools->default_pools.erase(make_location_key(location));
             return result;
         }
         pool->handle = make_handle();
@@ -58,20 +58,20 @@ Result get_default_pool_locked(LocationPools* state, const Location& location, P
 }
 
 Result get_default_pool(const Location& location, PoolRef* pool) {
-    LocationPools& state = location_pools();
-    std::lock_guard lock(state.mutex);
-    return get_default_pool_locked(&state, location, pool);
+    LocationPools& all_pools = location_pools();
+    std::lock_guard lock(all_pools.mutex);
+    return get_default_pool_locked(&all_pools, location, pool);
 }
 
 Result get_current_pool(const Location& location, PoolRef* pool) {
-    LocationPools& state = location_pools();
-    std::lock_guard lock(state.mutex);
-    const auto chosen = state.current.find(make_location_key(location));
-    if (chosen != state.current.end()) {
-        *pool = chosen->second;
+    LocationPools& all_pools = location_pools();
+    std::lock_guard lock(all_pools.mutex);
+    const auto entry = all_pools.chosen_pools.find(make_location_key(location));
+    if (entry != all_pools.chosen_pools.end()) {
+        *pool = entry->second;
         return success;
     }
-    return get_default_pool_locked(&state, location, pool);
+    return get_default_pool_locked(&all_pools, location, pool);
 }
 
 Result set_current_pool(const Location& location, Handle handle) {
@@ -79,9 +79,9 @@ Result set_current_pool(const Location& location, Handle handle) {
     if (!pool || make_location_key(pool->location) != make_location_key(location) || pool->is_imported()) {
         return invalid_value;
     }
-    LocationPools& state = location_pools();
-    std::lock_guard lock(state.mutex);
-    state.current[make_location_key(location)] = pool;
+    LocationPools& all_pools = location_pools();
+    std::lock_guard lock(all_pools.mutex);
+    all_pools.chosen_pools[make_location_key(location)] = pool;
     return success;
 }
 
@@ -91,13 +91,14 @@ bool numa_node_exists(int node) {
 }
 
 bool is_default_pool(Handle handle) {
-    LocationPools& state = location_pools();
-    std::lock_guard lock(state.mutex);
-    return std::ranges::any_of(state.defaults, [=](const auto& entry) { return entry.second->handle == handle; });
+    LocationPools& all_pools = location_pools();
+    std::lock_guard lock(all_pools.mutex);
+    return std::ranges::any_of(all_pools.default_pools,
+                               [=](const auto& entry) { return entry.second->handle == handle; });
 }
 
-// An imported pool has only the memory that its owner has allocated. Memory of the host belongs to the device of the
-// stream.
+// Allocate memory from a pool. Only the owner of an imported pool can allocate. Memory of the host counts as memory of
+// the stream's device.
 Result allocate_from_pool(const PoolRef& pool, Device device, DevicePointer* pointer, std::uint64_t length_bytes) {
     if (pointer == nullptr || !pool || pool->is_imported()) {
         return invalid_value;
@@ -106,14 +107,14 @@ Result allocate_from_pool(const PoolRef& pool, Device device, DevicePointer* poi
         *pointer = 0;
         return success;
     }
-    if (!pool->charge(length_bytes)) {
+    if (!pool->add_used_bytes(length_bytes)) {
         return out_of_memory;
     }
     RangeRef range;
     const Result result = pool->is_host() ? make_shared_host_range(device, length_bytes, &range)
                                           : allocate(MemoryKind::pool, pool->device, length_bytes, &range);
     if (result != success) {
-        pool->uncharge(length_bytes);
+        pool->subtract_used_bytes(length_bytes);
         return result;
     }
     range->pool = pool->handle;
@@ -124,16 +125,16 @@ Result allocate_from_pool(const PoolRef& pool, Device device, DevicePointer* poi
     return success;
 }
 
-Result store_pool_handle(Handle* handle, const Location& location, Result (*pool_of)(const Location&, PoolRef*)) {
+Result store_pool_handle(Handle* handle, const Location& location, Result (*get_pool)(const Location&, PoolRef*)) {
     PoolRef pool;
-    const Result result = pool_of(location, &pool);
+    const Result result = get_pool(location, &pool);
     if (result == success && handle != nullptr) {
         *handle = pool->handle;
     }
     return result != success || handle != nullptr ? result : invalid_value;
 }
 
-// Check the arguments of the functions for the pools of any location, of which an H200 has none for managed memory.
+// Check the arguments of the functions for the pools of a location. An H200 has no pools of managed memory.
 Result check_location_and_type(const Location* location, int allocation_type) {
     if (location == nullptr || (allocation_type != allocation_pinned && allocation_type != allocation_managed)) {
         return invalid_value;
@@ -187,16 +188,16 @@ Result get_attribute(Pool* pool, int attribute, void* value) {
     }
 }
 
-// Allocate memory in a stream, from the pool that `pool_of` returns for the stream.
+// Allocate memory in a stream, from the pool that `get_pool` returns for the stream.
 template <typename PoolOf>
 Result allocate_in_stream(const ContextRef& context, DevicePointer* pointer, std::uint64_t length_bytes,
-                          Handle stream_handle, PoolOf&& pool_of) {
+                          Handle stream_handle, PoolOf&& get_pool) {
     StreamRef stream;
     const Result result = find_stream(stream_handle, context, &stream, CapturePolicy::allow);
     if (result != success) {
         return result;
     }
-    const PoolRef pool = pool_of(*stream);
+    const PoolRef pool = get_pool(*stream);
     if (is_captured(stream) && pool && pointer != nullptr && length_bytes != 0) {
         return capture_allocation(stream, pool->device, length_bytes, pointer);
     }
@@ -240,7 +241,7 @@ int Pool::get_access(Device accessing_device) {
     return entry == access.end() ? default_access : entry->second;
 }
 
-bool Pool::charge(std::uint64_t length_bytes) {
+bool Pool::add_used_bytes(std::uint64_t length_bytes) {
     std::lock_guard lock(mutex);
     if (size_max_bytes != 0 && length_bytes > size_max_bytes - std::min(size_max_bytes, used_bytes)) {
         return false;
@@ -250,7 +251,7 @@ bool Pool::charge(std::uint64_t length_bytes) {
     return true;
 }
 
-void Pool::uncharge(std::uint64_t length_bytes) {
+void Pool::subtract_used_bytes(std::uint64_t length_bytes) {
     std::lock_guard lock(mutex);
     used_bytes -= length_bytes;
 }
@@ -259,9 +260,9 @@ PoolRef find_pool(Handle handle) {
     if (PoolRef pool = created_pools().find(handle)) {
         return pool;
     }
-    LocationPools& state = location_pools();
-    std::lock_guard lock(state.mutex);
-    for (const auto& [location, pool] : state.defaults) {
+    LocationPools& all_pools = location_pools();
+    std::lock_guard lock(all_pools.mutex);
+    for (const auto& [location, pool] : all_pools.default_pools) {
         if (pool->handle == handle) {
             return pool;
         }
@@ -276,7 +277,7 @@ void add_pool(const PoolRef& pool) {
 
 void record_pool_free(Handle handle, std::uint64_t length_bytes) {
     if (const PoolRef pool = find_pool(handle)) {
-        pool->uncharge(length_bytes);
+        pool->subtract_used_bytes(length_bytes);
     }
 }
 
@@ -342,7 +343,7 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* p
         if (const Result result = make_pool(properties->location, &pool); result != success) {
             return result;
         }
-        // Processes share memory of a NUMA node, but not memory of the whole host.
+        // Processes can share memory of a NUMA node, but not memory of the whole host.
         if (properties->location.type == location_host && properties->handle_types != handle_none) {
             return invalid_value;
         }
@@ -363,9 +364,9 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolDestroy(Handle handle) {
         if (!pool) {
             return invalid_value;
         }
-        LocationPools& state = location_pools();
-        std::lock_guard lock(state.mutex);
-        std::erase_if(state.current, [&](const auto& entry) { return entry.second == pool; });
+        LocationPools& all_pools = location_pools();
+        std::lock_guard lock(all_pools.mutex);
+        std::erase_if(all_pools.chosen_pools, [&](const auto& entry) { return entry.second == pool; });
         return success;
     });
 }
@@ -423,9 +424,9 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolGetAccess(int* flags, Handle handle, const Loc
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocAsync(DevicePointer* pointer, std::size_t length_bytes, Handle stream) {
     return run_entry_in_context("cuMemAllocAsync", [&](const ContextRef& context) {
-        return allocate_in_stream(context, pointer, length_bytes, stream, [](const Stream& of_call) {
+        return allocate_in_stream(context, pointer, length_bytes, stream, [](const Stream& call_stream) {
             PoolRef pool;
-            return get_current_pool({location_device, of_call.device}, &pool) == success ? pool : nullptr;
+            return get_current_pool({location_device, call_stream.device}, &pool) == success ? pool : nullptr;
         });
     });
 }

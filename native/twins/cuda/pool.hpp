@@ -15,11 +15,12 @@ namespace gdrkit::twin::cuda {
 
 struct Pool {
     Handle handle = 0;
-    Location location{location_device, 0}; // of the memory: a device, the host, or a NUMA node of the host
+    Location location{location_device, 0}; // location of the memory: a device, the host, or a NUMA node
     Device device = 0;                     // cpu_device for memory of the host
     std::uint64_t size_max_bytes = 0;      // 0: limited by the device only
     std::uint32_t handle_types = 0;        // CUmemAllocationHandleType bits with which the pool can be exported
-    // An imported pool has the control service of the owning process and its handle there. Other pools have 0.
+    // For an imported pool: the id of the owner's control service, and the handle of the pool in the owner. For other
+    // pools: 0.
     std::uint64_t owner = 0;
     Handle handle_in_owner = 0;
     std::mutex mutex;
@@ -32,12 +33,12 @@ struct Pool {
     [[nodiscard]] bool is_imported() const { return owner != 0; }
     int get_access(Device accessing_device);
     // Count the bytes as used. Return false if the pool would exceed its maximum size.
-    bool charge(std::uint64_t length_bytes);
-    void uncharge(std::uint64_t length_bytes);
+    bool add_used_bytes(std::uint64_t length_bytes);
+    void subtract_used_bytes(std::uint64_t length_bytes);
 };
 using PoolRef = std::shared_ptr<Pool>;
 
-// Make a pool for memory of a location. Fails if the location does not exist.
+// Make a pool for memory of a location. Fail if the location does not exist.
 Result make_pool(const Location& location, PoolRef* pool);
 
 // Find the default pool of a location, or a pool that was created or imported; null if none has this handle.

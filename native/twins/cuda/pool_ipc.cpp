@@ -17,7 +17,7 @@ namespace {
 
 constexpr int pool_seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
 
-// A shareable handle is a sealed memfd that contains the message which names the pool.
+// Export a pool as a shareable handle: a sealed memfd with the message that identifies the pool.
 Result export_pool(const Pool& pool, int* shareable) {
     HandleMessage message{};
     message.pool = pool.handle;
@@ -66,9 +66,9 @@ Result import_pool(int shareable, Handle* imported) {
     return success;
 }
 
-Result import_memory(const PoolRef& pool, const IpcHandle& data, DevicePointer* pointer) {
+Result import_pool_memory(const PoolRef& pool, const IpcHandle& pointer_handle, DevicePointer* pointer) {
     HandleMessage message{};
-    if (!read_handle(pool_memory_magic, data, &message) || message.owner != pool->owner ||
+    if (!read_handle(pool_memory_magic, pointer_handle, &message) || message.owner != pool->owner ||
         message.pool != pool->handle_in_owner || message.length_bytes == 0) {
         return invalid_value;
     }
@@ -77,7 +77,7 @@ Result import_memory(const PoolRef& pool, const IpcHandle& data, DevicePointer* 
         result != success) {
         return result;
     }
-    pool->charge(range->length_bytes);
+    pool->add_used_bytes(range->length_bytes);
     range->pool = pool->handle;
     range->owner = pool;
     add_range(range);
@@ -109,25 +109,26 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolImportFromShareableHandle(Handle* handle, void
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemPoolExportPointer(IpcHandle* data, DevicePointer pointer) {
+GDRKIT_CUDA_ENTRY Result cuMemPoolExportPointer(IpcHandle* pointer_handle, DevicePointer pointer) {
     return run_entry("cuMemPoolExportPointer", [&] {
         const RangeRef range = find_range(pointer);
-        if (data == nullptr || !range || range->kind != MemoryKind::pool ||
+        if (pointer_handle == nullptr || !range || range->kind != MemoryKind::pool ||
             (range->handle_types & handle_posix_fd) == 0) {
             return invalid_value;
         }
-        write_handle(pool_memory_magic, export_memory(range), data);
+        write_handle(pool_memory_magic, export_memory(range), pointer_handle);
         return success;
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemPoolImportPointer(DevicePointer* pointer, Handle handle, const IpcHandle* data) {
+GDRKIT_CUDA_ENTRY Result cuMemPoolImportPointer(DevicePointer* pointer, Handle handle,
+                                                const IpcHandle* pointer_handle) {
     return run_entry_in_context("cuMemPoolImportPointer", [&](const ContextRef&) {
         const PoolRef pool = find_pool(handle);
-        if (pointer == nullptr || data == nullptr || !pool || !pool->is_imported()) {
+        if (pointer == nullptr || pointer_handle == nullptr || !pool || !pool->is_imported()) {
             return invalid_value;
         }
-        return import_memory(pool, *data, pointer);
+        return import_pool_memory(pool, *pointer_handle, pointer);
     });
 }
 

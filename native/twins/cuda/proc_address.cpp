@@ -12,7 +12,8 @@ namespace gdrkit::twin::cuda {
 #include "cuda/functions.def"
 #undef X
 
-// Return whether a function has this name. Store its newest signature that `version` has, or null if all are newer.
+// Return whether a function has this name. Store the address of its newest signature in CUDA `version`, or null if all
+// signatures are newer.
 bool find_entry(std::string_view name, int version, void** entry);
 
 namespace {

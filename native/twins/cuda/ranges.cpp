@@ -21,44 +21,45 @@ AddressSpace& address_space() {
     return *instance;
 }
 
-RangeRef find_locked(const AddressSpace& state, std::uint64_t address) {
-    const auto next_range = state.ranges.upper_bound(address);
-    if (next_range == state.ranges.begin()) {
+RangeRef find_range_locked(const AddressSpace& space, std::uint64_t address) {
+    const auto next_range = space.ranges.upper_bound(address);
+    if (next_range == space.ranges.begin()) {
         return nullptr;
     }
     const RangeRef& range = std::prev(next_range)->second;
     return address - range->base < range->length_bytes ? range : nullptr;
 }
 
-std::vector<RangeRef> find_overlapping_locked(const AddressSpace& state, std::uint64_t base,
+std::vector<RangeRef> find_overlapping_locked(const AddressSpace& space, std::uint64_t base,
                                               std::uint64_t length_bytes) {
     std::vector<RangeRef> overlapping;
-    if (RangeRef first = find_locked(state, base); first && first->base < base) {
+    if (RangeRef first = find_range_locked(space, base); first && first->base < base) {
         overlapping.push_back(std::move(first));
     }
-    for (auto at = state.ranges.lower_bound(base); at != state.ranges.end() && at->first - base < length_bytes; ++at) {
-        overlapping.push_back(at->second);
+    for (auto entry = space.ranges.lower_bound(base); entry != space.ranges.end() && entry->first - base < length_bytes;
+         ++entry) {
+        overlapping.push_back(entry->second);
     }
     return overlapping;
 }
 
-void add_locked(AddressSpace* state, const RangeRef& range) {
-    state->removed_with_context.erase(range->base);
+void add_range_locked(AddressSpace* space, const RangeRef& range) {
+    space->removed_with_context.erase(range->base);
     ledger_add(get_ledger_kind(range->kind), range->base);
-    state->ranges.emplace(range->base, range);
+    space->ranges.emplace(range->base, range);
 }
 
 } // namespace
 
 std::uint64_t make_buffer_id() {
-    static std::atomic<std::uint64_t> last{0};
-    return ++last;
+    static std::atomic<std::uint64_t> last_id{0};
+    return ++last_id;
 }
 
 RangeRef find_range(std::uint64_t address) {
-    AddressSpace& state = address_space();
-    std::lock_guard lock(state.mutex);
-    return find_locked(state, address);
+    AddressSpace& space = address_space();
+    std::lock_guard lock(space.mutex);
+    return find_range_locked(space, address);
 }
 
 RangeRef find_range_by_base(std::uint64_t base) {
@@ -67,25 +68,25 @@ RangeRef find_range_by_base(std::uint64_t base) {
 }
 
 std::vector<RangeRef> list_ranges(std::uint64_t base, std::uint64_t length_bytes) {
-    AddressSpace& state = address_space();
-    std::lock_guard lock(state.mutex);
-    return find_overlapping_locked(state, base, length_bytes);
+    AddressSpace& space = address_space();
+    std::lock_guard lock(space.mutex);
+    return find_overlapping_locked(space, base, length_bytes);
 }
 
 bool add_range_unless_overlapping(const RangeRef& range) {
-    AddressSpace& state = address_space();
-    std::lock_guard lock(state.mutex);
-    if (!find_overlapping_locked(state, range->base, range->length_bytes).empty()) {
+    AddressSpace& space = address_space();
+    std::lock_guard lock(space.mutex);
+    if (!find_overlapping_locked(space, range->base, range->length_bytes).empty()) {
         return false;
     }
-    add_locked(&state, range);
+    add_range_locked(&space, range);
     return true;
 }
 
 void add_range(const RangeRef& range) {
-    AddressSpace& state = address_space();
-    std::lock_guard lock(state.mutex);
-    add_locked(&state, range);
+    AddressSpace& space = address_space();
+    std::lock_guard lock(space.mutex);
+    add_range_locked(&space, range);
 }
 
 int get_access(const Range& range, Device device) {
@@ -123,10 +124,10 @@ std::string_view get_ledger_kind(MemoryKind kind) {
     return "";
 }
 
-Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* removed_ranges) {
-    AddressSpace& state = address_space();
-    std::unique_lock lock(state.mutex);
-    if (const auto entry = state.ranges.find(address); entry != state.ranges.end()) {
+Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* removed_range) {
+    AddressSpace& space = address_space();
+    std::unique_lock lock(space.mutex);
+    if (const auto entry = space.ranges.find(address); entry != space.ranges.end()) {
         if (std::ranges::find(kinds, entry->second->kind) == kinds.end()) {
             return invalid_value;
         }
@@ -134,11 +135,11 @@ Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kin
         if (!ledger_remove(get_ledger_kind(range->kind), address)) {
             return invalid_value;
         }
-        state.ranges.erase(entry);
-        *removed_ranges = std::move(range);
+        space.ranges.erase(entry);
+        *removed_range = std::move(range);
         return success;
     }
-    if (!state.removed_with_context.contains(address)) {
+    if (!space.removed_with_context.contains(address)) {
         for (const MemoryKind kind : kinds) {
             // No range begins at this address. If a freed range began there, this is a double free, and ledger_remove
             // ends the process.
@@ -153,16 +154,16 @@ Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kin
 void destroy_context_memory(Handle context) {
     std::vector<RangeRef> removed_ranges;
     {
-        AddressSpace& state = address_space();
-        std::lock_guard lock(state.mutex);
-        for (auto at = state.ranges.begin(); at != state.ranges.end();) {
-            const RangeRef& range = at->second;
+        AddressSpace& space = address_space();
+        std::lock_guard lock(space.mutex);
+        for (auto entry = space.ranges.begin(); entry != space.ranges.end();) {
+            const RangeRef& range = entry->second;
             if (range->context == context && ledger_remove(get_ledger_kind(range->kind), range->base)) {
-                state.removed_with_context.insert(range->base);
+                space.removed_with_context.insert(range->base);
                 removed_ranges.push_back(range);
-                at = state.ranges.erase(at);
+                entry = space.ranges.erase(entry);
             } else {
-                ++at;
+                ++entry;
             }
         }
     }

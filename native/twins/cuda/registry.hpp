@@ -47,33 +47,34 @@ public:
         if (removed_with_context_.contains(handle) || !ledger_remove(kind_, handle)) {
             return nullptr;
         }
-        const auto found_entry = objects_.find(handle);
-        std::shared_ptr<Object> object = std::move(found_entry->second);
-        objects_.erase(found_entry);
+        const auto entry = objects_.find(handle);
+        std::shared_ptr<Object> object = std::move(entry->second);
+        objects_.erase(entry);
         return object;
     }
 
     // Remove and return all objects for which the predicate is true, for example the objects of a context that ends.
     template <typename Predicate> std::vector<std::shared_ptr<Object>> take_all(Predicate&& predicate) {
-        std::vector<std::shared_ptr<Object>> removed;
+        std::vector<std::shared_ptr<Object>> removed_objects;
         std::lock_guard lock(mutex_);
-        for (auto at = objects_.begin(); at != objects_.end();) {
-            if (predicate(*at->second) && ledger_remove(kind_, at->first)) {
-                removed_with_context_.insert(at->first);
-                removed.push_back(std::move(at->second));
-                at = objects_.erase(at);
+        for (auto entry = objects_.begin(); entry != objects_.end();) {
+            if (predicate(*entry->second) && ledger_remove(kind_, entry->first)) {
+                removed_with_context_.insert(entry->first);
+                removed_objects.push_back(std::move(entry->second));
+                entry = objects_.erase(entry);
             } else {
-                ++at;
+                ++entry;
             }
         }
-        return removed;
+        return removed_objects;
     }
 
 private:
     const std::string_view kind_;
     std::mutex mutex_;
     std::map<Handle, std::shared_ptr<Object>> objects_;
-    std::set<Handle> removed_with_context_; // by take_all; releasing such a handle is an error, not a double release
+    // Handles of objects that take_all has removed. The release of such a handle is an error, but no double release.
+    std::set<Handle> removed_with_context_;
 };
 
 } // namespace gdrkit::twin::cuda

@@ -1,4 +1,5 @@
-// Implements the state of an interprocess event by a futex and locks of the bytes of its file.
+// Implements the state of an interprocess event. A futex wakes waiting threads, and a lock on a byte of the file shows
+// that a record is unfinished.
 #include "cuda/shared_event.hpp"
 
 #include <fcntl.h>
@@ -20,8 +21,8 @@ constexpr std::uint64_t state_bytes = 4096;
 // A waiting thread checks at this interval whether the recording process has ended.
 constexpr timespec check_interval{0, 50'000'000};
 
-// Return a lock of the byte that belongs to a record. The byte may be behind the end of the file.
-struct flock lock_of(std::uint32_t number, short type) {
+// Describe a lock of the byte that belongs to a record. The byte may be behind the end of the file.
+struct flock make_lock_request(std::uint32_t number, short type) {
     struct flock lock {};
     lock.l_type = type;
     lock.l_whence = SEEK_SET;
@@ -58,16 +59,16 @@ SharedEvent::~SharedEvent() {
 
 std::uint32_t SharedEvent::begin_record() {
     std::lock_guard lock(mutex_);
-    std::uint32_t last = state_->begun.load();
+    std::uint32_t last_number = state_->last_number.load();
     while (true) {
         // Lock the byte before another process can see the number.
-        const std::uint32_t number = last + 1;
-        unfinished_.insert(number);
+        const std::uint32_t number = last_number + 1;
+        unfinished_records_.insert(number);
         set_lock(number, F_RDLCK);
-        if (state_->begun.compare_exchange_strong(last, number)) {
+        if (state_->last_number.compare_exchange_strong(last_number, number)) {
             return number;
         }
-        unfinished_.erase(number); // another process has this number
+        unfinished_records_.erase(number); // another process has this number
         set_lock(number, F_UNLCK);
     }
 }
@@ -75,32 +76,33 @@ std::uint32_t SharedEvent::begin_record() {
 void SharedEvent::end_record(std::uint32_t number) {
     {
         std::lock_guard lock(mutex_);
-        unfinished_.erase(number);
+        unfinished_records_.erase(number);
         set_lock(number, F_UNLCK);
     }
-    state_->ended.fetch_add(1);
-    syscall(SYS_futex, &state_->ended, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    state_->ended_count.fetch_add(1);
+    syscall(SYS_futex, &state_->ended_count, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 void SharedEvent::set_lock(std::uint32_t number, short type) {
-    struct flock lock = lock_of(number, type);
+    struct flock lock = make_lock_request(number, type);
     fcntl(fd_.get(), F_OFD_SETLK, &lock);
 }
 
 bool SharedEvent::is_done(std::uint32_t number) {
     {
         std::lock_guard lock(mutex_);
-        if (unfinished_.contains(number)) {
+        if (unfinished_records_.contains(number)) {
             return false;
         }
     }
-    struct flock conflicting = lock_of(number, F_WRLCK);
-    return fcntl(fd_.get(), F_OFD_GETLK, &conflicting) != 0 || conflicting.l_type == F_UNLCK;
+    struct flock conflicting_lock = make_lock_request(number, F_WRLCK);
+    return fcntl(fd_.get(), F_OFD_GETLK, &conflicting_lock) != 0 || conflicting_lock.l_type == F_UNLCK;
 }
 
 void SharedEvent::wait_until_done(std::uint32_t number) {
-    for (std::uint32_t ended = state_->ended.load(); !is_done(number); ended = state_->ended.load()) {
-        syscall(SYS_futex, &state_->ended, FUTEX_WAIT, ended, &check_interval, nullptr, 0);
+    for (std::uint32_t ended_count = state_->ended_count.load(); !is_done(number);
+         ended_count = state_->ended_count.load()) {
+        syscall(SYS_futex, &state_->ended_count, FUTEX_WAIT, ended_count, &check_interval, nullptr, 0);
     }
 }
 

@@ -17,7 +17,7 @@ class SharedEvent {
 public:
     // Make the state of a new event. Return null if the system has no memory or no descriptors left.
     static std::shared_ptr<SharedEvent> make();
-    // Map the state that another process has made. Return null if the descriptor is not memory of a twin.
+    // Map the state that another process has created. Return null if the descriptor is not memory of a twin.
     static std::shared_ptr<SharedEvent> adopt(Fd fd);
 
     SharedEvent(const SharedEvent&) = delete;
@@ -31,13 +31,14 @@ public:
     void end_record(std::uint32_t number);
 
     // Return the number of the last record; 0 if the event was never recorded.
-    [[nodiscard]] std::uint32_t get_last_record() const { return state_->begun.load(); }
+    [[nodiscard]] std::uint32_t get_last_record() const { return state_->last_number.load(); }
     [[nodiscard]] bool is_done(std::uint32_t number);
     void wait_until_done(std::uint32_t number);
 
 private:
     struct State {
-        std::atomic<std::uint32_t> begun, ended; // the number of the last record, and how many records have ended
+        std::atomic<std::uint32_t> last_number; // number of the last record
+        std::atomic<std::uint32_t> ended_count; // number of the records that have ended
     };
     static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
@@ -46,11 +47,13 @@ private:
     void set_lock(std::uint32_t number, short type);
 
     // Processes share the file, but not its open description. Until a record ends, the description of its process has a
-    // shared lock of the byte with the number of the record. The kernel releases the lock when the process ends.
+    // shared lock of the byte whose offset is the number of the record. The kernel releases the lock when the process
+    // ends.
     Fd fd_;
     State* state_;
     std::mutex mutex_;
-    std::set<std::uint32_t> unfinished_; // records of this process, whose locks do not conflict with its own queries
+    // Records of this process. The set is needed because a query of a process does not see its own locks.
+    std::set<std::uint32_t> unfinished_records_;
 };
 
 } // namespace gdrkit::twin::cuda

@@ -14,7 +14,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// One mutex and one condition variable for all streams. This is simple and fast enough for a twin.
+// All streams share one mutex and one condition variable, which is simple and fast enough for a twin.
 struct StreamEngine {
     std::mutex mutex;
     std::condition_variable changed;
@@ -44,18 +44,19 @@ void remove_from_context_locked(const StreamRef& stream) {
     }
 }
 
-// Body of a stream's thread. It holds a reference to the stream, which therefore outlives its last work.
+// Carry out the work of a stream in its thread. The thread holds a reference to the stream, so the stream outlives its
+// last work.
 void run_stream_thread(StreamRef stream) {
-    StreamEngine& state = engine();
-    std::unique_lock lock(state.mutex);
+    StreamEngine& stream_engine = engine();
+    std::unique_lock lock(stream_engine.mutex);
     while (true) {
-        state.changed.wait(lock, [&] { return !stream->queue.empty() || stream->is_closed; });
+        stream_engine.changed.wait(lock, [&] { return !stream->queue.empty() || stream->is_closed; });
         if (stream->queue.empty()) {
             break;
         }
         Work work = std::move(stream->queue.front());
         stream->queue.pop_front();
-        state.changed.wait(lock, [&] { return are_all_done_locked(work.dependencies); });
+        stream_engine.changed.wait(lock, [&] { return are_all_done_locked(work.dependencies); });
         lock.unlock();
         if (work.is_delayed) {
             sleep_random_delay();
@@ -68,17 +69,18 @@ void run_stream_thread(StreamRef stream) {
         work.run = nullptr;
         lock.lock();
         work.marker->is_done = true;
-        work.marker->completed_at = std::chrono::steady_clock::now();
-        state.changed.notify_all();
+        work.marker->completion_time = std::chrono::steady_clock::now();
+        stream_engine.changed.notify_all();
     }
     stream->has_thread = false;
     remove_from_context_locked(stream);
 }
 
-StreamRef make_stream_locked(StreamEngine* state, const ContextRef& context, std::uint32_t flags, int priority) {
+StreamRef make_stream_locked(StreamEngine* stream_engine, const ContextRef& context, std::uint32_t flags,
+                             int priority) {
     auto stream = std::make_shared<Stream>();
     stream->handle = make_handle();
-    stream->id = ++state->last_stream_id;
+    stream->id = ++stream_engine->last_stream_id;
     stream->context = context;
     stream->device = context->device;
     stream->flags = flags;
@@ -89,38 +91,38 @@ StreamRef make_stream_locked(StreamEngine* state, const ContextRef& context, std
 } // namespace
 
 StreamRef make_stream(const ContextRef& context, std::uint32_t flags, int priority) {
-    StreamEngine& state = engine();
-    std::lock_guard lock(state.mutex);
-    StreamRef stream = make_stream_locked(&state, context, flags, priority);
+    StreamEngine& stream_engine = engine();
+    std::lock_guard lock(stream_engine.mutex);
+    StreamRef stream = make_stream_locked(&stream_engine, context, flags, priority);
     context->streams.push_back(stream);
     return stream;
 }
 
 void close_stream(const StreamRef& stream) {
-    StreamEngine& state = engine();
-    std::lock_guard lock(state.mutex);
+    StreamEngine& stream_engine = engine();
+    std::lock_guard lock(stream_engine.mutex);
     stream->is_closed = true;
     if (!stream->has_thread) {
         remove_from_context_locked(stream);
     }
-    state.changed.notify_all();
+    stream_engine.changed.notify_all();
 }
 
 StreamRef get_legacy_stream(const ContextRef& context) {
-    StreamEngine& state = engine();
-    std::lock_guard lock(state.mutex);
+    StreamEngine& stream_engine = engine();
+    std::lock_guard lock(stream_engine.mutex);
     if (!context->legacy_stream) {
-        context->legacy_stream = make_stream_locked(&state, context, 0, 0);
+        context->legacy_stream = make_stream_locked(&stream_engine, context, 0, 0);
     }
     return context->legacy_stream;
 }
 
 StreamRef get_thread_stream(const ContextRef& context) {
-    StreamEngine& state = engine();
-    std::lock_guard lock(state.mutex);
+    StreamEngine& stream_engine = engine();
+    std::lock_guard lock(stream_engine.mutex);
     StreamRef& stream = context->thread_streams[std::this_thread::get_id()];
     if (!stream) {
-        stream = make_stream_locked(&state, context, 0, 0);
+        stream = make_stream_locked(&stream_engine, context, 0, 0);
         context->streams.push_back(stream);
     }
     return stream;
@@ -137,17 +139,17 @@ void add_barrier_locked(const ContextRef& context, std::vector<MarkerRef>* marke
     }
 }
 
-// Add the work that a stream waits for without being told: the legacy stream and the blocking streams of a context wait
-// for each other, and all wait for a copy between contexts.
+// Add the work for which a stream waits without a request of the program: the legacy stream and the blocking streams of
+// a context wait for each other, and all wait for a copy between contexts.
 void add_implicit_dependencies_locked(const StreamRef& stream, std::vector<MarkerRef>* dependencies) {
     const ContextRef context = stream->context.lock();
     if (!context) {
         return;
     }
     if (stream == context->legacy_stream) {
-        for (const StreamRef& other : context->streams) {
-            if (other->is_blocking()) {
-                add_unfinished_locked(other, dependencies);
+        for (const StreamRef& other_stream : context->streams) {
+            if (other_stream->is_blocking()) {
+                add_unfinished_locked(other_stream, dependencies);
             }
         }
     } else if (stream->is_blocking()) {
@@ -156,7 +158,7 @@ void add_implicit_dependencies_locked(const StreamRef& stream, std::vector<Marke
     add_barrier_locked(context, dependencies);
 }
 
-MarkerRef enqueue_locked(StreamEngine* state, const StreamRef& stream, std::function<void()> run, Timing timing,
+MarkerRef enqueue_locked(StreamEngine* stream_engine, const StreamRef& stream, std::function<void()> run, Timing timing,
                          std::vector<MarkerRef> dependencies) {
     Work work{std::move(run), std::move(dependencies), std::make_shared<Marker>(), timing == Timing::delayed};
     add_implicit_dependencies_locked(stream, &work.dependencies);
@@ -167,7 +169,7 @@ MarkerRef enqueue_locked(StreamEngine* state, const StreamRef& stream, std::func
     MarkerRef marker = work.marker;
     stream->last_marker = marker;
     stream->queue.push_back(std::move(work));
-    state->changed.notify_all();
+    stream_engine->changed.notify_all();
     return marker;
 }
 
@@ -183,20 +185,20 @@ void add_unfinished_of_context_locked(const ContextRef& context, std::vector<Mar
 
 MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing timing,
                   std::vector<MarkerRef> dependencies) {
-    StreamEngine& state = engine();
-    std::lock_guard lock(state.mutex);
-    return enqueue_locked(&state, stream, std::move(run), timing, std::move(dependencies));
+    StreamEngine& stream_engine = engine();
+    std::lock_guard lock(stream_engine.mutex);
+    return enqueue_locked(&stream_engine, stream, std::move(run), timing, std::move(dependencies));
 }
 
 MarkerRef enqueue_barrier(const StreamRef& stream, std::function<void()> run, Timing timing,
                           const std::vector<ContextRef>& contexts) {
-    StreamEngine& state = engine();
-    std::lock_guard lock(state.mutex);
+    StreamEngine& stream_engine = engine();
+    std::lock_guard lock(stream_engine.mutex);
     std::vector<MarkerRef> dependencies;
     for (const ContextRef& context : contexts) {
         add_unfinished_of_context_locked(context, &dependencies);
     }
-    MarkerRef marker = enqueue_locked(&state, stream, std::move(run), timing, std::move(dependencies));
+    MarkerRef marker = enqueue_locked(&stream_engine, stream, std::move(run), timing, std::move(dependencies));
     for (const ContextRef& context : contexts) {
         context->barrier = marker;
     }
@@ -207,31 +209,31 @@ MarkerRef make_marker() {
     return std::make_shared<Marker>();
 }
 
-void complete(const MarkerRef& marker) {
-    StreamEngine& state = engine();
-    std::lock_guard lock(state.mutex);
+void complete_marker(const MarkerRef& marker) {
+    StreamEngine& stream_engine = engine();
+    std::lock_guard lock(stream_engine.mutex);
     marker->is_done = true;
-    marker->completed_at = std::chrono::steady_clock::now();
-    state.changed.notify_all();
+    marker->completion_time = std::chrono::steady_clock::now();
+    stream_engine.changed.notify_all();
 }
 
 void wait_until_done(const MarkerRef& marker) {
-    StreamEngine& state = engine();
-    std::unique_lock lock(state.mutex);
-    state.changed.wait(lock, [&] { return marker->is_done; });
+    StreamEngine& stream_engine = engine();
+    std::unique_lock lock(stream_engine.mutex);
+    stream_engine.changed.wait(lock, [&] { return marker->is_done; });
 }
 
 std::vector<MarkerRef> list_unfinished_markers(const StreamRef& stream) {
-    StreamEngine& state = engine();
-    std::lock_guard lock(state.mutex);
+    StreamEngine& stream_engine = engine();
+    std::lock_guard lock(stream_engine.mutex);
     std::vector<MarkerRef> markers;
     add_unfinished_locked(stream, &markers);
     const ContextRef context = stream->context.lock();
     if (context && stream == context->legacy_stream) {
         add_barrier_locked(context, &markers);
-        for (const StreamRef& other : context->streams) {
-            if (other->is_blocking()) {
-                add_unfinished_locked(other, &markers);
+        for (const StreamRef& other_stream : context->streams) {
+            if (other_stream->is_blocking()) {
+                add_unfinished_locked(other_stream, &markers);
             }
         }
     }
@@ -244,14 +246,14 @@ bool are_done(const std::vector<MarkerRef>& markers) {
 }
 
 void wait_until_done(const std::vector<MarkerRef>& markers) {
-    StreamEngine& state = engine();
-    std::unique_lock lock(state.mutex);
-    state.changed.wait(lock, [&] { return are_all_done_locked(markers); });
+    StreamEngine& stream_engine = engine();
+    std::unique_lock lock(stream_engine.mutex);
+    stream_engine.changed.wait(lock, [&] { return are_all_done_locked(markers); });
 }
 
 std::chrono::steady_clock::time_point get_completion_time(const MarkerRef& marker) {
     std::lock_guard lock(engine().mutex);
-    return marker->completed_at;
+    return marker->completion_time;
 }
 
 void synchronise(const ContextRef& context) {
@@ -265,8 +267,8 @@ void synchronise(const ContextRef& context) {
 
 void close_streams(const ContextRef& context) {
     synchronise(context);
-    StreamEngine& state = engine();
-    std::lock_guard lock(state.mutex);
+    StreamEngine& stream_engine = engine();
+    std::lock_guard lock(stream_engine.mutex);
     if (context->legacy_stream) {
         context->legacy_stream->is_closed = true;
         context->legacy_stream.reset();
@@ -275,7 +277,7 @@ void close_streams(const ContextRef& context) {
     for (const StreamRef& stream : std::exchange(context->streams, {})) {
         stream->is_closed = true;
     }
-    state.changed.notify_all();
+    stream_engine.changed.notify_all();
 }
 
 } // namespace gdrkit::twin::cuda

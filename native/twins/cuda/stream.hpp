@@ -1,5 +1,5 @@
 // Streams of the CUDA twin. Each stream has a thread that carries out the queued work in order, after random delays.
-// Every piece of work has a marker, which records whether that work is done.
+// Each queued work has a marker, which says whether the work is done.
 #pragma once
 
 #include <chrono>
@@ -16,12 +16,12 @@ namespace gdrkit::twin::cuda {
 
 struct Marker {
     bool is_done = false; // guarded by the mutex of stream.cpp
-    std::chrono::steady_clock::time_point completed_at{};
+    std::chrono::steady_clock::time_point completion_time{};
 };
 using MarkerRef = std::shared_ptr<Marker>;
 
 struct Work {
-    std::function<void()> run;           // empty: only a point in the stream
+    std::function<void()> run;           // empty: the work is only a point in the stream
     std::vector<MarkerRef> dependencies; // markers of the work that must be done first
     MarkerRef marker;
     bool is_delayed = true;
@@ -38,14 +38,14 @@ struct Stream {
     std::uint32_t flags = 0;
     int priority = 0;
 
-    // Guarded by the mutex of stream.cpp.
+    // The mutex of stream.cpp guards these four members.
     std::deque<Work> queue;
     MarkerRef last_marker; // marker of the last queued work, or null
     bool has_thread = false;
     bool is_closed = false;
 
-    // Guarded by graph_mutex(): the capture to which the stream belongs, the nodes on which its next node depends, and
-    // their handles, to which cuStreamGetCaptureInfo has returned a pointer.
+    // graph_mutex() guards these three members: the capture to which the stream belongs, the nodes on which its next
+    // node depends, and their handles, to which cuStreamGetCaptureInfo has returned a pointer.
     std::shared_ptr<Capture> capture;
     std::vector<std::shared_ptr<Node>> capture_dependencies;
     std::vector<Handle> capture_handles;
@@ -58,7 +58,7 @@ using StreamRef = std::shared_ptr<Stream>;
 inline constexpr int least_stream_priority = 0;
 inline constexpr int greatest_stream_priority = -5;
 
-// Treatment of a stream that is being captured. refuse: the call fails. allow: the capture records the work of the
+// The treatment of a stream that is being captured. refuse: the call fails. allow: the capture records the work of the
 // call. manage: the call queries or changes the capture itself.
 enum class CapturePolicy { refuse, allow, manage };
 
@@ -88,9 +88,9 @@ MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing tim
 MarkerRef enqueue_barrier(const StreamRef& stream, std::function<void()> run, Timing timing,
                           const std::vector<ContextRef>& contexts);
 
-// Make a marker that is not done, and let it be done.
+// Make a marker that is not done. complete_marker() sets it to done.
 MarkerRef make_marker();
-void complete(const MarkerRef& marker);
+void complete_marker(const MarkerRef& marker);
 
 void wait_until_done(const MarkerRef& marker);
 void wait_until_done(const std::vector<MarkerRef>& markers);
@@ -113,6 +113,6 @@ void destroy_context_streams(Handle context);
 bool is_in_host_function();
 
 // Return the work that calls a host function. During this call the thread must not call the driver.
-std::function<void()> host_function_work(void (*function)(void*), void* user);
+std::function<void()> make_host_function_work(void (*function)(void*), void* user);
 
 } // namespace gdrkit::twin::cuda

@@ -33,7 +33,7 @@ template <typename Value> Result write_result(Value* result, Value value) {
     return success;
 }
 
-// Find a stream without regard to captures.
+// Find a stream, whether it is captured or not.
 Result find_any_stream(Handle handle, const ContextRef& context, StreamRef* stream) {
     if (handle == default_stream_handle || handle == legacy_stream_handle) {
         *stream = get_legacy_stream(context);
@@ -68,7 +68,7 @@ Result query_stream(std::string_view symbol, Handle handle, Value* value, Proper
 }
 
 // Run `body` with the context of a stream.
-template <typename Body> Result query_owner(std::string_view symbol, Handle handle, Body&& body) {
+template <typename Body> Result query_stream_context(std::string_view symbol, Handle handle, Body&& body) {
     return run_entry_in_context(symbol, [&](const ContextRef& current) {
         StreamRef stream;
         if (const Result result = find_any_stream(handle, current, &stream); result != success) {
@@ -96,7 +96,7 @@ bool is_in_host_function() {
     return is_running_host_function;
 }
 
-std::function<void()> host_function_work(void (*function)(void*), void* user) {
+std::function<void()> make_host_function_work(void (*function)(void*), void* user) {
     return [=] { run_host_function([&] { function(user); }); };
 }
 
@@ -107,7 +107,7 @@ Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream, 
     if (*stream == get_legacy_stream(context)) {
         return check_legacy_stream(context, capture_policy == CapturePolicy::manage);
     }
-    return capture_policy != CapturePolicy::refuse ? success : refuse_captured(*stream);
+    return capture_policy != CapturePolicy::refuse ? success : refuse_captured_stream(*stream);
 }
 
 void destroy_context_streams(Handle context) {
@@ -149,7 +149,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamQuery(Handle handle) {
 
 GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
     return run_stream_entry("cuStreamSynchronize", handle, CapturePolicy::refuse, [](const StreamRef& stream) {
-        if (const Result result = check_unobserved_call(); result != success) {
+        if (const Result result = check_unsafe_call(); result != success) {
             return result;
         }
         wait_until_done(list_unfinished_markers(stream));
@@ -179,7 +179,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned
             return success; // also in a captured stream, as on an H200
         }
         if (record.captured || is_captured_stream) {
-            return capture_wait(context, stream, record.captured);
+            return capture_event_wait(context, stream, record.captured);
         }
         if (stream == get_legacy_stream(context)) {
             if (const Result result = check_legacy_stream(context); result != success) {
@@ -214,7 +214,7 @@ GDRKIT_CUDA_ENTRY Result cuLaunchHostFunc(Handle handle, void (*function)(void*)
         if (is_captured(stream)) {
             return capture_node(stream, HostParameters{function, user});
         }
-        enqueue(stream, host_function_work(function, user), Timing::delayed);
+        enqueue(stream, make_host_function_work(function, user), Timing::delayed);
         return success;
     });
 }
@@ -236,24 +236,25 @@ GDRKIT_CUDA_ENTRY Result cuStreamGetDevice(Handle handle, Device* device) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetCtx(Handle handle, Handle* context) {
-    return query_owner("cuStreamGetCtx", handle,
-                       [&](const Context& owner) { return write_result<Handle>(context, owner.handle); });
+    return query_stream_context("cuStreamGetCtx", handle,
+                                [&](const Context& owner) { return write_result<Handle>(context, owner.handle); });
 }
 
-GDRKIT_CUDA_ENTRY Result cuStreamGetCtx_v2(Handle handle, Handle* context, Handle* green) {
-    return query_owner("cuStreamGetCtx_v2", handle, [&](const Context& owner) {
-        if (context == nullptr || green == nullptr) {
+GDRKIT_CUDA_ENTRY Result cuStreamGetCtx_v2(Handle handle, Handle* context, Handle* green_context) {
+    return query_stream_context("cuStreamGetCtx_v2", handle, [&](const Context& owner) {
+        if (context == nullptr || green_context == nullptr) {
             return invalid_value;
         }
         *context = owner.contents_owner;
-        *green = owner.green;
+        *green_context = owner.green_context;
         return success;
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuStreamGetGreenCtx(Handle handle, Handle* green) {
-    return query_owner("cuStreamGetGreenCtx", handle,
-                       [&](const Context& owner) { return write_result<Handle>(green, owner.green); });
+GDRKIT_CUDA_ENTRY Result cuStreamGetGreenCtx(Handle handle, Handle* green_context) {
+    return query_stream_context("cuStreamGetGreenCtx", handle, [&](const Context& owner) {
+        return write_result<Handle>(green_context, owner.green_context);
+    });
 }
 
 } // namespace gdrkit::twin::cuda

@@ -1,5 +1,5 @@
-// Tensor maps: descriptions of tensors for copies that kernels start. They are computed on the host. The twin checks
-// the requirements that the documentation of CUDA 13.0 states, and keeps the parameters in a layout of its own.
+// Tensor maps: descriptions of tensors for copies that kernels start. The driver computes them on the host. The twin
+// checks the requirements that the documentation of CUDA 13.0 states, and keeps the parameters in a layout of its own.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -35,13 +35,13 @@ constexpr int promotion_last = 3, fill_none = 0, fill_nan = 1;
 constexpr std::uint32_t rank_max = 5, magic = 0x70616d74; // "tmap"
 constexpr std::uint64_t extent_max = std::uint64_t{1} << 32, stride_limit_bytes = std::uint64_t{1} << 40;
 
-// The parameters that the functions that make a tensor map share.
+// The parameters that cuTensorMapEncodeTiled and cuTensorMapEncodeIm2col have in common.
 struct Tensor {
     int type;
     std::uint32_t rank;
     std::uint64_t address;
     const std::uint64_t* extents;
-    const std::uint64_t* strides_bytes; // of all dimensions but the first one
+    const std::uint64_t* strides_bytes; // of all dimensions except the first
     const std::uint32_t* element_strides;
     int interleave, swizzle, promotion, fill;
 
@@ -72,7 +72,7 @@ std::uint64_t count_bits(int type) {
     return bits[type];
 }
 
-bool is_in(int value, int first, int last) {
+bool is_between(int value, int first, int last) {
     return value >= first && value <= last;
 }
 
@@ -91,11 +91,11 @@ bool is_valid_swizzle(const Tensor& tensor) {
 }
 
 bool are_valid_enumerators(const Tensor& tensor) {
-    return is_in(tensor.type, element_uint8, element_16u6_align16) &&
-           is_in(tensor.interleave, interleave_none, interleave_32_bytes) &&
-           is_in(tensor.swizzle, swizzle_none, swizzle_128_atom_64) && is_in(tensor.promotion, 0, promotion_last) &&
-           is_in(tensor.fill, fill_none, fill_nan) &&
-           (tensor.fill == fill_none || is_in(tensor.type, element_float16, element_tfloat32_ftz));
+    return is_between(tensor.type, element_uint8, element_16u6_align16) &&
+           is_between(tensor.interleave, interleave_none, interleave_32_bytes) &&
+           is_between(tensor.swizzle, swizzle_none, swizzle_128_atom_64) &&
+           is_between(tensor.promotion, 0, promotion_last) && is_between(tensor.fill, fill_none, fill_nan) &&
+           (tensor.fill == fill_none || is_between(tensor.type, element_float16, element_tfloat32_ftz));
 }
 
 bool are_valid_dimensions(const Tensor& tensor) {
@@ -108,15 +108,15 @@ bool are_valid_dimensions(const Tensor& tensor) {
     const std::span strides(tensor.strides_bytes, tensor.rank - 1);
     const std::span element_strides(tensor.element_strides, tensor.rank);
     // Without interleaving, the stride of the first dimension is ignored.
-    const auto checked = element_strides.subspan(tensor.interleave == interleave_none ? 1 : 0);
+    const auto checked_strides = element_strides.subspan(tensor.interleave == interleave_none ? 1 : 0);
     return std::ranges::all_of(strides,
                                [&](std::uint64_t stride) {
                                    return stride % tensor.alignment_bytes() == 0 && stride < stride_limit_bytes;
                                }) &&
-           std::ranges::all_of(checked, [](std::uint32_t stride) { return stride != 0 && stride <= 8; });
+           std::ranges::all_of(checked_strides, [](std::uint32_t stride) { return stride != 0 && stride <= 8; });
 }
 
-// The inner dimension of the box fits into the pattern of the swizzle.
+// Return whether the inner dimension of the box fits into the pattern of the swizzle.
 bool fits_swizzle(const Tensor& tensor, std::uint64_t inner_count) {
     constexpr std::uint64_t sizes_bytes[] = {0, 32, 64, 128, 128, 128, 128};
     return tensor.interleave != interleave_none || tensor.swizzle == swizzle_none ||
@@ -131,7 +131,7 @@ bool is_valid(const void* map, const Tensor& tensor, std::uint32_t rank_min) {
            is_valid_swizzle(tensor) && are_valid_dimensions(tensor);
 }
 
-TensorMap describe(const Tensor& tensor) {
+TensorMap make_tensor_map(const Tensor& tensor) {
     TensorMap map{};
     map.address = tensor.address;
     map.magic = magic;
@@ -160,13 +160,14 @@ Result encode_tiled(void* map, const Tensor& tensor, const std::uint32_t* box) {
         (tensor.is_packed_16() && box[0] != 128) || !fits_swizzle(tensor, box[0])) {
         return invalid_value;
     }
-    TensorMap content = describe(tensor);
+    TensorMap content = make_tensor_map(tensor);
     std::ranges::transform(sides, content.box.begin(), [](std::uint32_t side) { return std::uint16_t(side); });
     std::memcpy(map, &content, sizeof content);
     return success;
 }
 
-// The pixels of an im2col map: the tensor without the corners, and how many channels and pixels a copy takes.
+// The part of a tensor that an im2col map covers: the tensor without its corners, and the numbers of channels and
+// pixels of one copy.
 struct PixelBox {
     const int* lower;
     const int* upper;
@@ -181,14 +182,14 @@ Result encode_im2col(void* map, const Tensor& tensor, const PixelBox& box) {
         box.pixels > 1024 || !fits_swizzle(tensor, box.channels)) {
         return invalid_value;
     }
-    constexpr int limits[] = {32768, 128, 16}; // of the offsets, by the number of dimensions
-    TensorMap content = describe(tensor);
-    const std::uint32_t count = tensor.rank - 2;
-    for (std::uint32_t index = 0; index < count; ++index) {
-        const int limit = limits[count - 1], lower = box.lower[index], upper = box.upper[index];
-        // Dimension 0 has the channels.
+    constexpr int limits[] = {32768, 128, 16}; // limits of the corner offsets; index: number of spatial dimensions - 1
+    TensorMap content = make_tensor_map(tensor);
+    const std::uint32_t spatial_count = tensor.rank - 2;
+    for (std::uint32_t index = 0; index < spatial_count; ++index) {
+        const int limit = limits[spatial_count - 1], lower = box.lower[index], upper = box.upper[index];
+        // Dimension 0 of the tensor is the channels.
         const std::int64_t side = static_cast<std::int64_t>(tensor.extents[index + 1]) + upper - lower;
-        if (!is_in(lower, -limit, limit - 1) || !is_in(upper, -limit, limit - 1) || side <= 0) {
+        if (!is_between(lower, -limit, limit - 1) || !is_between(upper, -limit, limit - 1) || side <= 0) {
             return invalid_value;
         }
         content.corners[index] = static_cast<std::int16_t>(lower);

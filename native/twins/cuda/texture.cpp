@@ -1,4 +1,5 @@
-// Textures and surfaces as objects. Only kernels read and write through them, so the twin keeps their descriptions.
+// Texture and surface objects. Only kernels read and write memory through them, so the twin only stores their
+// descriptions.
 #include "cuda/texture.hpp"
 
 #include <algorithm>
@@ -36,7 +37,7 @@ Registry<Surface>& surfaces() {
     return *instance;
 }
 
-// Check that memory of this length, aligned for textures, begins at the address.
+// Return whether the address is aligned for textures, and memory of this length begins there.
 bool is_texture_memory(DevicePointer address, std::uint64_t length_bytes) {
     const RangeRef range = find_range(address);
     return range && address % texture_alignment_bytes == 0 && length_bytes != 0 &&
@@ -115,9 +116,10 @@ Result create_surface(const ContextRef& context, Handle* handle, const ResourceD
     return success;
 }
 
-// Run `body` with a texture or surface and the place for a description.
+// Run `body` with a texture or surface. The body stores a description in *result.
 template <typename Object, typename Description, typename Body>
-Result query(std::string_view symbol, Registry<Object>* objects, Handle handle, Description* result, Body&& body) {
+Result query_object(std::string_view symbol, Registry<Object>* objects, Handle handle, Description* result,
+                    Body&& body) {
     return run_entry_in_context(symbol, [&](const ContextRef&) {
         const auto object = objects->find(handle);
         return object && result != nullptr ? body(*object) : invalid_value;
@@ -144,21 +146,21 @@ GDRKIT_CUDA_ENTRY Result cuTexObjectDestroy(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuTexObjectGetResourceDesc(ResourceDescription* result, Handle handle) {
-    return query("cuTexObjectGetResourceDesc", &textures(), handle, result, [&](const Texture& texture) {
+    return query_object("cuTexObjectGetResourceDesc", &textures(), handle, result, [&](const Texture& texture) {
         *result = texture.resource;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuTexObjectGetTextureDesc(TextureDescription* result, Handle handle) {
-    return query("cuTexObjectGetTextureDesc", &textures(), handle, result, [&](const Texture& texture) {
+    return query_object("cuTexObjectGetTextureDesc", &textures(), handle, result, [&](const Texture& texture) {
         *result = texture.texture;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuTexObjectGetResourceViewDesc(ViewDescription* result, Handle handle) {
-    return query("cuTexObjectGetResourceViewDesc", &textures(), handle, result, [&](const Texture& texture) {
+    return query_object("cuTexObjectGetResourceViewDesc", &textures(), handle, result, [&](const Texture& texture) {
         if (!texture.has_view) {
             return invalid_value;
         }
@@ -178,7 +180,7 @@ GDRKIT_CUDA_ENTRY Result cuSurfObjectDestroy(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuSurfObjectGetResourceDesc(ResourceDescription* result, Handle handle) {
-    return query("cuSurfObjectGetResourceDesc", &surfaces(), handle, result, [&](const Surface& surface) {
+    return query_object("cuSurfObjectGetResourceDesc", &surfaces(), handle, result, [&](const Surface& surface) {
         *result = surface.resource;
         return success;
     });

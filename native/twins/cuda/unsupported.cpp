@@ -9,8 +9,8 @@
 
 namespace gdrkit::twin::cuda {
 
-// The CUDA runtime calls this undocumented function for tables of private functions of the driver, and does not work
-// without them. Say so, once in each process.
+// The CUDA runtime calls this undocumented function to get tables of private driver functions, and does not work
+// without these tables. The twin prints that once in each process.
 GDRKIT_CUDA_ENTRY Result cuGetExportTable(const void** table, const void*) {
     static std::atomic<pid_t> explained_pid{0};
     if (explained_pid.exchange(getpid()) != getpid()) {

@@ -9,7 +9,7 @@ namespace {
 
 constexpr unsigned no_destructor_sync = 1, move_references = 1; // CU_USER_OBJECT_..., CU_GRAPH_USER_OBJECT_MOVE
 
-// The objects of which the program owns references, and how many.
+// A user object to which the program has references, and the number of these references.
 struct OwnedObject {
     std::shared_ptr<UserObject> object;
     unsigned reference_count = 0;
@@ -20,14 +20,14 @@ Registry<OwnedObject>& owned_objects() {
     return *instance;
 }
 
-// Give back references of the program. The handle stays valid while a graph refers to the object.
-Result release(Handle handle, unsigned count) {
-    const auto owned = owned_objects().find(handle);
-    if (!owned || count == 0 || count > owned->reference_count) {
+// Release references of the program. The handle stays valid while a graph refers to the object.
+Result release_references(Handle handle, unsigned count) {
+    const auto owned_object = owned_objects().find(handle);
+    if (!owned_object || count == 0 || count > owned_object->reference_count) {
         return invalid_value;
     }
-    owned->reference_count -= count;
-    if (owned->reference_count == 0) {
+    owned_object->reference_count -= count;
+    if (owned_object->reference_count == 0) {
         (void)owned_objects().take(handle);
     }
     return success;
@@ -35,22 +35,22 @@ Result release(Handle handle, unsigned count) {
 
 Result retain_in_graph(Handle graph_handle, Handle handle, unsigned count, unsigned flags) {
     const GraphRef graph = find_graph(graph_handle);
-    const auto owned = owned_objects().find(handle);
-    if (!graph || !owned || count == 0 || (flags & ~move_references) != 0 ||
-        (flags == move_references && count > owned->reference_count)) {
+    const auto owned_object = owned_objects().find(handle);
+    if (!graph || !owned_object || count == 0 || (flags & ~move_references) != 0 ||
+        (flags == move_references && count > owned_object->reference_count)) {
         return invalid_value;
     }
-    GraphObject& retained = graph->user_objects[handle];
-    retained.object = owned->object;
-    retained.reference_count += count;
-    return flags == move_references ? release(handle, count) : success;
+    GraphObject& graph_object = graph->user_objects[handle];
+    graph_object.object = owned_object->object;
+    graph_object.reference_count += count;
+    return flags == move_references ? release_references(handle, count) : success;
 }
 
 } // namespace
 
 UserObject::~UserObject() {
-    // The function runs in a thread of its own, because the caller may hold locks that it needs.
-    start_signal_blocking_thread([work = host_function_work(destroy, pointer)] { work(); }).detach();
+    // The function runs in a thread of its own, because the caller may hold locks that the function needs.
+    start_signal_blocking_thread([work = make_host_function_work(destroy, pointer)] { work(); }).detach();
 }
 
 GDRKIT_CUDA_ENTRY Result cuUserObjectCreate(Handle* handle, void* pointer, void (*destroy)(void*), unsigned count,
@@ -59,28 +59,28 @@ GDRKIT_CUDA_ENTRY Result cuUserObjectCreate(Handle* handle, void* pointer, void 
         if (handle == nullptr || destroy == nullptr || count == 0 || flags != no_destructor_sync) {
             return invalid_value;
         }
-        auto owned = std::make_shared<OwnedObject>();
-        owned->object = std::make_shared<UserObject>(destroy, pointer);
-        owned->reference_count = count;
+        auto owned_object = std::make_shared<OwnedObject>();
+        owned_object->object = std::make_shared<UserObject>(destroy, pointer);
+        owned_object->reference_count = count;
         *handle = make_handle();
-        owned_objects().add(*handle, std::move(owned));
+        owned_objects().add(*handle, std::move(owned_object));
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuUserObjectRetain(Handle handle, unsigned count) {
     return run_graph_entry("cuUserObjectRetain", [&] {
-        const auto owned = owned_objects().find(handle);
-        if (!owned || count == 0) {
+        const auto owned_object = owned_objects().find(handle);
+        if (!owned_object || count == 0) {
             return invalid_value;
         }
-        owned->reference_count += count;
+        owned_object->reference_count += count;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuUserObjectRelease(Handle handle, unsigned count) {
-    return run_graph_entry("cuUserObjectRelease", [&] { return release(handle, count); });
+    return run_graph_entry("cuUserObjectRelease", [&] { return release_references(handle, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphRetainUserObject(Handle graph, Handle object, unsigned count, unsigned flags) {
@@ -88,7 +88,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphRetainUserObject(Handle graph, Handle object, un
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphReleaseUserObject(Handle graph_handle, Handle object, unsigned count) {
-    return with_graph("cuGraphReleaseUserObject", graph_handle, [&](const GraphRef& graph) {
+    return run_with_graph("cuGraphReleaseUserObject", graph_handle, [&](const GraphRef& graph) {
         const auto entry = graph->user_objects.find(object);
         if (entry == graph->user_objects.end() || count == 0 || count > entry->second.reference_count) {
             return invalid_value;

@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::string_view uuid_prefix = "GPU-";
 
-// Return the number at the begin of a text, as strtol does; nothing if the text does not begin with a number. Like the
-// driver, keep the low 32 bits, and ignore the text after the number.
+// Return the number at the start of a text, or nullopt if the text does not begin with a number. Like the driver, keep
+// the low 32 bits of the number, and ignore the text after the number.
 std::optional<int> parse_leading_number(std::string_view text) {
     const std::string copy(text);
     char* end = nullptr;
@@ -38,7 +38,7 @@ std::string parse_leading_digits(std::string_view text) {
     return digits;
 }
 
-std::string count_digits(const Uuid& uuid) {
+std::string format_digits(const Uuid& uuid) {
     constexpr char hex_digits[] = "0123456789abcdef";
     std::string digits;
     for (const char byte : uuid.bytes) {
@@ -48,16 +48,16 @@ std::string count_digits(const Uuid& uuid) {
     return digits;
 }
 
-// Return the device whose UUID begins with the digits of the text; nothing if no device or more than one device
+// Return the device whose UUID begins with the digits of the text, or nullopt if no device or more than one device
 // matches.
-std::optional<int> find_by_uuid(std::string_view text, const std::vector<Uuid>& uuids) {
+std::optional<int> find_physical_by_uuid(std::string_view text, const std::vector<Uuid>& uuids) {
     if (!text.starts_with(uuid_prefix)) {
         return std::nullopt;
     }
     const std::string digits = parse_leading_digits(text.substr(uuid_prefix.size()));
     std::optional<int> matching_physical;
     for (std::size_t physical = 0; physical < uuids.size() && !digits.empty(); ++physical) {
-        if (count_digits(uuids[physical]).starts_with(digits)) {
+        if (format_digits(uuids[physical]).starts_with(digits)) {
             if (matching_physical) {
                 return std::nullopt;
             }
@@ -82,7 +82,7 @@ VisibleDevices read_selection() {
     }
     VisibleDevices all{uuids.empty() ? no_device : success, {}};
     for (std::size_t physical = 0; physical < uuids.size(); ++physical) {
-        all.physical.push_back(static_cast<int>(physical));
+        all.physical_numbers.push_back(static_cast<int>(physical));
     }
     return all;
 }
@@ -106,31 +106,32 @@ VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& u
         const std::string_view entry = value.substr(0, comma);
         is_last = comma == std::string_view::npos;
         value.remove_prefix(is_last ? value.size() : comma + 1);
-        const std::optional<int> physical = has_uuids ? find_by_uuid(entry, uuids) : parse_leading_number(entry);
+        const std::optional<int> physical =
+            has_uuids ? find_physical_by_uuid(entry, uuids) : parse_leading_number(entry);
         if (!physical || *physical < 0 || *physical >= static_cast<int>(uuids.size())) {
             break;
         }
-        if (std::ranges::find(selected.physical, *physical) != selected.physical.end()) {
+        if (std::ranges::find(selected.physical_numbers, *physical) != selected.physical_numbers.end()) {
             return {invalid_device, {}};
         }
-        selected.physical.push_back(*physical);
+        selected.physical_numbers.push_back(*physical);
     }
-    selected.init_result = selected.physical.empty() ? no_device : success;
+    selected.init_result = selected.physical_numbers.empty() ? no_device : success;
     return selected;
 }
 
 const VisibleDevices& visible_devices() {
-    // Never destroyed, because threads of the twin may read it while the process exits.
+    // The object is never destroyed, because threads of the twin may read it while the process exits.
     static const auto* const selection = new VisibleDevices(read_selection());
     return *selection;
 }
 
 int get_physical_number(Device device) {
-    return visible_devices().physical.at(static_cast<std::size_t>(device));
+    return visible_devices().physical_numbers.at(static_cast<std::size_t>(device));
 }
 
 std::optional<Device> find_ordinal(int physical) {
-    const auto& all = visible_devices().physical;
+    const auto& all = visible_devices().physical_numbers;
     const auto entry = std::ranges::find(all, physical);
     return entry == all.end() ? std::nullopt : std::optional(static_cast<Device>(entry - all.begin()));
 }

@@ -14,23 +14,23 @@ struct VisibleDevices {
     // Result of cuInit. If it is not success, there are no devices.
     Result init_result = success;
     // The physical number of each ordinal.
-    std::vector<int> physical;
+    std::vector<int> physical_numbers;
 };
 
-// Return the UUID of a device of the emulated machine. It is the same in every process of a domain
+// Return the UUID of a device of the emulated machine. The UUID is the same in every process of a domain
 // (GDRKIT_TWINS_DOMAIN).
 Uuid find_uuid_of_physical(int physical);
 
-// Return what a value of the variable selects on a machine with these devices.
+// Return the devices that a value of CUDA_VISIBLE_DEVICES selects on a machine with these devices.
 VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& uuids);
 
-// The selection of this process. It is read once.
+// Return the devices that this process sees. The variable is read once.
 const VisibleDevices& visible_devices();
 
 // Return the physical number of a device that exists.
 int get_physical_number(Device device);
 
-// Return the ordinal of a physical device; nothing if this process does not see it.
+// Return the ordinal of a physical device, or nullopt if this process does not see the device.
 std::optional<Device> find_ordinal(int physical);
 
 } // namespace gdrkit::twin::cuda

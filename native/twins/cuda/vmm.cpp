@@ -1,4 +1,4 @@
-// Virtual memory management: cuMemAddressReserve, cuMemCreate, cuMemMap, cuMemSetAccess, and sharing by file
+// Virtual memory management: cuMemAddressReserve, cuMemCreate, cuMemMap, cuMemSetAccess, and sharing of memory by file
 // descriptors.
 
 #include "cuda/vmm.hpp"
@@ -36,7 +36,7 @@ struct Reservation {
 
 struct Vmm {
     std::mutex mutex;                                  // serializes mapping, unmapping, reserving and releasing
-    std::map<std::uint64_t, Reservation> reservations; // by base address, for lookups of addresses inside
+    std::map<std::uint64_t, Reservation> reservations; // by base address
     Registry<Allocation> allocations{"cuda_vmm_allocation"};
     // The same reservations in the ledger of live handles, which detects double releases.
     Registry<Reservation> reservation_ledger{"cuda_vmm_reservation"};
@@ -52,9 +52,10 @@ bool is_granularity_multiple(std::uint64_t value) {
 }
 
 // Return the reservation that contains the whole range, or null.
-const Reservation* find_containing_reservation(const Vmm& state, std::uint64_t address, std::uint64_t length_bytes) {
-    const auto next_reservation = state.reservations.upper_bound(address);
-    if (next_reservation == state.reservations.begin() || length_bytes == 0) {
+const Reservation* find_containing_reservation(const Vmm& vmm_table, std::uint64_t address,
+                                               std::uint64_t length_bytes) {
+    const auto next_reservation = vmm_table.reservations.upper_bound(address);
+    if (next_reservation == vmm_table.reservations.begin() || length_bytes == 0) {
         return nullptr;
     }
     const Reservation& reservation = std::prev(next_reservation)->second;
@@ -90,17 +91,17 @@ Result check_properties(const AllocationProperties* properties) {
     return device_exists(properties->location.id) ? success : invalid_device;
 }
 
-Handle add_allocation_locked(Vmm* state, MemoryRef memory, const AllocationProperties& properties) {
+Handle add_allocation_locked(Vmm* vmm_table, MemoryRef memory, const AllocationProperties& properties) {
     auto allocation = std::make_shared<Allocation>();
     allocation->handle = make_handle();
     allocation->memory = std::move(memory);
     allocation->properties = properties;
-    state->allocations.add(allocation->handle, allocation);
+    vmm_table->allocations.add(allocation->handle, allocation);
     return allocation->handle;
 }
 
-Result map_locked(Vmm* state, std::uint64_t address, std::uint64_t length_bytes, const AllocationRef& allocation) {
-    const Reservation* const reservation = find_containing_reservation(*state, address, length_bytes);
+Result map_locked(Vmm* vmm_table, std::uint64_t address, std::uint64_t length_bytes, const AllocationRef& allocation) {
+    const Reservation* const reservation = find_containing_reservation(*vmm_table, address, length_bytes);
     if (reservation == nullptr || !is_granularity_multiple(address) || !is_granularity_multiple(length_bytes)) {
         return invalid_value;
     }
@@ -126,9 +127,9 @@ Result map_locked(Vmm* state, std::uint64_t address, std::uint64_t length_bytes,
 } // namespace
 
 bool find_reservation(std::uint64_t address, std::uint64_t* base, std::uint64_t* length_bytes) {
-    Vmm& state = vmm();
-    std::lock_guard lock(state.mutex);
-    const Reservation* const reservation = find_containing_reservation(state, address, 1);
+    Vmm& vmm_table = vmm();
+    std::lock_guard lock(vmm_table.mutex);
+    const Reservation* const reservation = find_containing_reservation(vmm_table, address, 1);
     if (reservation != nullptr) {
         *base = reservation->base;
         *length_bytes = reservation->length_bytes;
@@ -149,10 +150,10 @@ GDRKIT_CUDA_ENTRY Result cuMemAddressReserve(DevicePointer* pointer, std::size_t
         if (base == 0) {
             return out_of_memory;
         }
-        Vmm& state = vmm();
-        std::lock_guard lock(state.mutex);
-        state.reservations[base] = {base, length_bytes};
-        state.reservation_ledger.add(base, std::make_shared<Reservation>(base, length_bytes));
+        Vmm& vmm_table = vmm();
+        std::lock_guard lock(vmm_table.mutex);
+        vmm_table.reservations[base] = {base, length_bytes};
+        vmm_table.reservation_ledger.add(base, std::make_shared<Reservation>(base, length_bytes));
         *pointer = base;
         return success;
     });
@@ -160,17 +161,17 @@ GDRKIT_CUDA_ENTRY Result cuMemAddressReserve(DevicePointer* pointer, std::size_t
 
 GDRKIT_CUDA_ENTRY Result cuMemAddressFree(DevicePointer pointer, std::size_t length_bytes) {
     return run_entry_in_context("cuMemAddressFree", [&](const ContextRef&) {
-        Vmm& state = vmm();
-        std::lock_guard lock(state.mutex);
-        const auto entry = state.reservations.find(pointer);
-        if (entry != state.reservations.end() &&
+        Vmm& vmm_table = vmm();
+        std::lock_guard lock(vmm_table.mutex);
+        const auto entry = vmm_table.reservations.find(pointer);
+        if (entry != vmm_table.reservations.end() &&
             (entry->second.length_bytes != length_bytes || !list_ranges(pointer, length_bytes).empty())) {
             return invalid_value;
         }
-        if (!state.reservation_ledger.take(pointer)) {
+        if (!vmm_table.reservation_ledger.take(pointer)) {
             return invalid_value;
         }
-        state.reservations.erase(pointer);
+        vmm_table.reservations.erase(pointer);
         free_addresses(pointer, length_bytes);
         return success;
     });
@@ -205,25 +206,26 @@ GDRKIT_CUDA_ENTRY Result cuMemCreate(Handle* handle, std::size_t length_bytes, c
         if (const Result result = Memory::make(properties->location.id, length_bytes, &memory); result != success) {
             return result;
         }
-        Vmm& state = vmm();
-        std::lock_guard lock(state.mutex);
-        *handle = add_allocation_locked(&state, std::move(memory), *properties);
+        Vmm& vmm_table = vmm();
+        std::lock_guard lock(vmm_table.mutex);
+        *handle = add_allocation_locked(&vmm_table, std::move(memory), *properties);
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemRelease(Handle handle) {
     return run_entry("cuMemRelease", [&] {
-        Vmm& state = vmm();
-        AllocationRef released; // declared before the lock, so that its memory is freed after the lock is released
-        std::lock_guard lock(state.mutex);
-        if (const AllocationRef allocation = state.allocations.find(handle);
+        Vmm& vmm_table = vmm();
+        // This variable is declared before the lock, so that the memory is freed after the unlock.
+        AllocationRef released_allocation;
+        std::lock_guard lock(vmm_table.mutex);
+        if (const AllocationRef allocation = vmm_table.allocations.find(handle);
             allocation && allocation->reference_count > 1) {
             --allocation->reference_count;
             return success;
         }
-        released = state.allocations.take(handle);
-        return released ? success : invalid_value;
+        released_allocation = vmm_table.allocations.take(handle);
+        return released_allocation ? success : invalid_value;
     });
 }
 
@@ -234,13 +236,13 @@ GDRKIT_CUDA_ENTRY Result cuMemRetainAllocationHandle(Handle* handle, void* point
             return invalid_value;
         }
         const auto allocation = std::static_pointer_cast<Allocation>(range->owner);
-        Vmm& state = vmm();
-        std::lock_guard lock(state.mutex);
-        if (state.allocations.find(allocation->handle)) {
+        Vmm& vmm_table = vmm();
+        std::lock_guard lock(vmm_table.mutex);
+        if (vmm_table.allocations.find(allocation->handle)) {
             ++allocation->reference_count;
         } else {
             allocation->reference_count = 1;
-            state.allocations.add(allocation->handle, allocation);
+            vmm_table.allocations.add(allocation->handle, allocation);
         }
         *handle = allocation->handle;
         return success;
@@ -263,23 +265,23 @@ GDRKIT_CUDA_ENTRY Result cuMemGetAllocationPropertiesFromHandle(AllocationProper
 GDRKIT_CUDA_ENTRY Result cuMemMap(DevicePointer pointer, std::size_t length_bytes, std::size_t offset, Handle handle,
                                   unsigned long long flags) {
     return run_entry_in_context("cuMemMap", [&](const ContextRef&) {
-        Vmm& state = vmm();
-        std::lock_guard lock(state.mutex);
-        const AllocationRef allocation = state.allocations.find(handle);
+        Vmm& vmm_table = vmm();
+        std::lock_guard lock(vmm_table.mutex);
+        const AllocationRef allocation = vmm_table.allocations.find(handle);
         if (!allocation || flags != 0) {
             return invalid_value;
         }
-        return offset == 0 ? map_locked(&state, pointer, length_bytes, allocation) : not_supported;
+        return offset == 0 ? map_locked(&vmm_table, pointer, length_bytes, allocation) : not_supported;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemUnmap(DevicePointer pointer, std::size_t length_bytes) {
     return run_entry_in_context("cuMemUnmap", [&](const ContextRef&) {
         std::vector<RangeRef> mappings; // declared before the lock, so that their memory is freed after the unlock
-        Vmm& state = vmm();
-        std::lock_guard lock(state.mutex);
+        Vmm& vmm_table = vmm();
+        std::lock_guard lock(vmm_table.mutex);
         // The range may include reserved addresses without a mapping.
-        if (find_containing_reservation(state, pointer, length_bytes) == nullptr ||
+        if (find_containing_reservation(vmm_table, pointer, length_bytes) == nullptr ||
             !find_whole_mappings(pointer, length_bytes, false, &mappings)) {
             return invalid_value;
         }
@@ -296,11 +298,11 @@ GDRKIT_CUDA_ENTRY Result cuMemUnmap(DevicePointer pointer, std::size_t length_by
 GDRKIT_CUDA_ENTRY Result cuMemSetAccess(DevicePointer pointer, std::size_t length_bytes,
                                         const AccessDescription* descriptions, std::size_t count) {
     return run_entry_in_context("cuMemSetAccess", [&](const ContextRef&) {
-        Vmm& state = vmm();
-        std::lock_guard lock(state.mutex);
+        Vmm& vmm_table = vmm();
+        std::lock_guard lock(vmm_table.mutex);
         std::vector<RangeRef> mappings;
         if (descriptions == nullptr || count == 0 ||
-            find_containing_reservation(state, pointer, length_bytes) == nullptr ||
+            find_containing_reservation(vmm_table, pointer, length_bytes) == nullptr ||
             !find_whole_mappings(pointer, length_bytes, true, &mappings)) {
             return invalid_value;
         }
@@ -337,7 +339,7 @@ GDRKIT_CUDA_ENTRY Result cuMemGetAccess(unsigned long long* flags, const Locatio
     });
 }
 
-// ---- between processes
+// ---- sharing between processes
 
 GDRKIT_CUDA_ENTRY Result cuMemExportToShareableHandle(void* shareable, Handle handle, int handle_type,
                                                       unsigned long long flags) {
@@ -380,9 +382,9 @@ GDRKIT_CUDA_ENTRY Result cuMemImportFromShareableHandle(Handle* handle, void* sh
         AllocationProperties properties{};
         properties.type = allocation_pinned;
         properties.location = {location_device, context->device};
-        Vmm& state = vmm();
-        std::lock_guard lock(state.mutex);
-        *handle = add_allocation_locked(&state, std::move(memory), properties);
+        Vmm& vmm_table = vmm();
+        std::lock_guard lock(vmm_table.mutex);
+        *handle = add_allocation_locked(&vmm_table, std::move(memory), properties);
         return success;
     });
 }

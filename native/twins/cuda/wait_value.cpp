@@ -1,4 +1,4 @@
-// cuStreamWaitValue32: a stream waits for a word of device memory. It can flush the writes of NICs then.
+// cuStreamWaitValue32: a stream waits until a word of device memory has a value, and can then flush the writes of NICs.
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -35,7 +35,7 @@ __attribute__((no_sanitize("thread"))) std::uint32_t load_word(const std::byte* 
 std::uint32_t read_word(const Range& range, std::uint64_t address) {
     const auto lock = lock_views();
     const std::byte* const bytes = range.bytes(address);
-    const std::byte* const view = range.memory ? range.memory->view_of(bytes) : nullptr;
+    const std::byte* const view = range.memory ? range.memory->find_view(bytes) : nullptr;
     return load_word(view == nullptr ? bytes : view);
 }
 

@@ -1,12 +1,13 @@
-// Arrays and mipmapped arrays. Their handles are the driver's. Copies are in array_forms.cpp.
+// cudaMallocArray and other functions of arrays and mipmapped arrays. The handle of an array is the driver's handle.
+// Copies are in array_forms.cpp.
 #include "cuda/array_abi.hpp"
 #include "cudart/entry.hpp"
 
 namespace gdrkit::twin::cudart {
 namespace {
 
-// Return the driver's format of one channel; 0: there is none.
-std::int32_t get_format(int bits, int kind) {
+// Return the driver's format for channels of this size and kind, or 0 if the driver has none.
+std::int32_t get_driver_format(int bits, int kind) {
     const bool is_signed = kind == channel_signed;
     if (kind == channel_float) {
         return bits == 16 ? cuda::format_half : bits == 32 ? cuda::format_float : 0;
@@ -42,8 +43,10 @@ ChannelFormat make_channel_format(const cuda::ArrayDescription& description) {
                         : channel_unsigned};
 }
 
-// Convert the size and the format of an array. All channels of an element have the same size.
-Error describe(const ChannelFormat* format, const Extent& extent, unsigned flags, cuda::ArrayDescription* description) {
+// Convert the size and the format of an array to the driver's description. All channels of an element must have the
+// same size.
+Error make_description(const ChannelFormat* format, const Extent& extent, unsigned flags,
+                       cuda::ArrayDescription* description) {
     if (format == nullptr) {
         return invalid_value;
     }
@@ -57,7 +60,8 @@ Error describe(const ChannelFormat* format, const Extent& extent, unsigned flags
             return invalid_channel_descriptor;
         }
     }
-    *description = {extent.width, extent.height, extent.depth, get_format(format->x, format->kind), count, flags};
+    *description = {extent.width, extent.height, extent.depth, get_driver_format(format->x, format->kind),
+                    count,        flags};
     return description->format == 0 || count == 3 ? invalid_channel_descriptor : success;
 }
 
@@ -66,12 +70,12 @@ template <typename Create>
 Error create_array(const ChannelFormat* format, const Extent& extent, unsigned flags, Create&& create) {
     return run_entry_in_context([&] {
         cuda::ArrayDescription description{};
-        const Error error = describe(format, extent, flags, &description);
+        const Error error = make_description(format, extent, flags, &description);
         return error == success ? create(static_cast<const cuda::ArrayDescription*>(&description)) : error;
     });
 }
 
-template <typename Value> void store(Value* result, const Value& value) {
+template <typename Value> void store_if_requested(Value* result, const Value& value) {
     if (result != nullptr) {
         *result = value;
     }
@@ -81,9 +85,9 @@ Error query_array(ChannelFormat* format, Extent* extent, unsigned* flags, Handle
     cuda::ArrayDescription description{};
     const Error error = call(&Driver::cuArray3DGetDescriptor_v2, &description, array);
     if (error == success) {
-        store(format, make_channel_format(description));
-        store(extent, Extent{description.width, description.height, description.depth});
-        store(flags, unsigned{description.flags});
+        store_if_requested(format, make_channel_format(description));
+        store_if_requested(extent, Extent{description.width, description.height, description.depth});
+        store_if_requested(flags, unsigned{description.flags});
     }
     return error;
 }

@@ -1,11 +1,12 @@
-// Copies to and from arrays, in both forms (forms.hpp). The elements of an array are in rows without gaps.
+// Copies to and from arrays, in the ordinary form and the per-thread form (forms.hpp). The elements of an array are in
+// rows without gaps.
 #include "cudart/forms.hpp"
 #include "cudart/rows.hpp"
 
 namespace gdrkit::twin::cudart {
 namespace {
 
-// A side of a copy of rows that is memory with a pitch, or an array.
+// Describe one side of a 2D copy: memory with a pitch, or an array.
 cuda::CopySide2d make_memory_side(const void* memory, std::size_t pitch, std::uint32_t type) {
     return {0, 0, type, memory, to_address(memory), nullptr, pitch};
 }
@@ -14,8 +15,8 @@ cuda::CopySide2d make_array_side(Handle array, std::size_t x_bytes, std::size_t 
     return {x_bytes, y, cuda::memory_array, nullptr, 0, reinterpret_cast<void*>(array), 0};
 }
 
-// Check and run a copy of rows in a stream. In a synchronous function, `stream` is null, and the copy is in the default
-// stream of the form.
+// Check and run a copy of rows in a stream. `stream` is null for a synchronous function, which copies in the default
+// stream of its form.
 Error copy_rows(const cuda::Copy2d& copy, std::size_t pitch, int kind, const Handle* stream) {
     if (copy.width_bytes == 0 || copy.height == 0) {
         return success;
@@ -29,12 +30,12 @@ Error copy_rows(const cuda::Copy2d& copy, std::size_t pitch, int kind, const Han
     if (stream != nullptr) {
         return call(&Driver::cuMemcpy2DAsync_v2, &copy, resolve_stream(*stream));
     }
-    return is_per_thread ? finish(call(&Driver::cuMemcpy2DAsync_v2, &copy, per_thread_stream))
+    return is_per_thread ? wait_for_per_thread_stream(call(&Driver::cuMemcpy2DAsync_v2, &copy, per_thread_stream))
                          : call(&Driver::cuMemcpy2DUnaligned_v2, &copy);
 }
 
-Error copy_rows_to(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch,
-                   std::size_t width_bytes, std::size_t height, int kind, const Handle* stream) {
+Error copy_rows_to_array(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch,
+                         std::size_t width_bytes, std::size_t height, int kind, const Handle* stream) {
     return run_entry_in_context([&] {
         return copy_rows({make_memory_side(from, pitch, get_source_type(kind)), make_array_side(array, x_bytes, y),
                           width_bytes, height},
@@ -42,8 +43,8 @@ Error copy_rows_to(Handle array, std::size_t x_bytes, std::size_t y, const void*
     });
 }
 
-Error copy_rows_from(void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y,
-                     std::size_t width_bytes, std::size_t height, int kind, const Handle* stream) {
+Error copy_rows_from_array(void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y,
+                           std::size_t width_bytes, std::size_t height, int kind, const Handle* stream) {
     return run_entry_in_context([&] {
         return copy_rows({make_array_side(array, x_bytes, y), make_memory_side(to, pitch, get_destination_type(kind)),
                           width_bytes, height},
@@ -51,7 +52,7 @@ Error copy_rows_from(void* to, std::size_t pitch, Handle array, std::size_t x_by
     });
 }
 
-// Return the offset of a position in an array, whose rows follow each other.
+// Return the offset of a position in an array in bytes. The rows of an array have no gaps.
 Error compute_offset(Handle array, std::size_t x_bytes, std::size_t y, std::size_t* offset) {
     std::size_t row_bytes = 0;
     const Error error = get_row_bytes(array, &row_bytes);
@@ -59,9 +60,9 @@ Error compute_offset(Handle array, std::size_t x_bytes, std::size_t y, std::size
     return error;
 }
 
-// Copy a range to an array, also over the ends of its rows.
-Error copy_to(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t length_bytes, int kind,
-              Handle stream) {
+// Copy a range to an array. The range may continue over the end of a row.
+Error copy_range_to_array(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t length_bytes,
+                          int kind, Handle stream) {
     return run_entry_in_context([&] {
         std::size_t offset = 0;
         if (const Error error = compute_offset(array, x_bytes, y, &offset); error != success || !is_valid_kind(kind)) {
@@ -71,8 +72,8 @@ Error copy_to(Handle array, std::size_t x_bytes, std::size_t y, const void* from
     });
 }
 
-Error copy_from(void* to, Handle array, std::size_t x_bytes, std::size_t y, std::size_t length_bytes, int kind,
-                Handle stream) {
+Error copy_range_from_array(void* to, Handle array, std::size_t x_bytes, std::size_t y, std::size_t length_bytes,
+                            int kind, Handle stream) {
     return run_entry_in_context([&] {
         std::size_t offset = 0;
         if (const Error error = compute_offset(array, x_bytes, y, &offset); error != success || !is_valid_kind(kind)) {
@@ -83,7 +84,7 @@ Error copy_from(void* to, Handle array, std::size_t x_bytes, std::size_t y, std:
 }
 
 Error wait_for_default_stream(Error error) {
-    return error == success ? record(call(&Driver::cuStreamSynchronize, resolve_stream(0))) : error;
+    return error == success ? record_error(call(&Driver::cuStreamSynchronize, resolve_stream(0))) : error;
 }
 
 } // namespace
@@ -91,25 +92,25 @@ Error wait_for_default_stream(Error error) {
 GDRKIT_SYNC_FORM(cudaMemcpy2DToArray)
 (Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch, std::size_t width_bytes,
  std::size_t height, int kind) {
-    return copy_rows_to(array, x_bytes, y, from, pitch, width_bytes, height, kind, nullptr);
+    return copy_rows_to_array(array, x_bytes, y, from, pitch, width_bytes, height, kind, nullptr);
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpy2DToArrayAsync)
 (Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch, std::size_t width_bytes,
  std::size_t height, int kind, Handle stream) {
-    return copy_rows_to(array, x_bytes, y, from, pitch, width_bytes, height, kind, &stream);
+    return copy_rows_to_array(array, x_bytes, y, from, pitch, width_bytes, height, kind, &stream);
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpy2DFromArray)
 (void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y, std::size_t width_bytes,
  std::size_t height, int kind) {
-    return copy_rows_from(to, pitch, array, x_bytes, y, width_bytes, height, kind, nullptr);
+    return copy_rows_from_array(to, pitch, array, x_bytes, y, width_bytes, height, kind, nullptr);
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpy2DFromArrayAsync)
 (void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y, std::size_t width_bytes,
  std::size_t height, int kind, Handle stream) {
-    return copy_rows_from(to, pitch, array, x_bytes, y, width_bytes, height, kind, &stream);
+    return copy_rows_from_array(to, pitch, array, x_bytes, y, width_bytes, height, kind, &stream);
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpy2DArrayToArray)
@@ -124,23 +125,23 @@ GDRKIT_SYNC_FORM(cudaMemcpy2DArrayToArray)
 
 GDRKIT_SYNC_FORM(cudaMemcpyToArray)
 (Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t length_bytes, int kind) {
-    return wait_for_default_stream(copy_to(array, x_bytes, y, from, length_bytes, kind, 0));
+    return wait_for_default_stream(copy_range_to_array(array, x_bytes, y, from, length_bytes, kind, 0));
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpyToArrayAsync)
 (Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t length_bytes, int kind,
  Handle stream) {
-    return copy_to(array, x_bytes, y, from, length_bytes, kind, stream);
+    return copy_range_to_array(array, x_bytes, y, from, length_bytes, kind, stream);
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpyFromArray)
 (void* to, Handle array, std::size_t x_bytes, std::size_t y, std::size_t length_bytes, int kind) {
-    return wait_for_default_stream(copy_from(to, array, x_bytes, y, length_bytes, kind, 0));
+    return wait_for_default_stream(copy_range_from_array(to, array, x_bytes, y, length_bytes, kind, 0));
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpyFromArrayAsync)
 (void* to, Handle array, std::size_t x_bytes, std::size_t y, std::size_t length_bytes, int kind, Handle stream) {
-    return copy_from(to, array, x_bytes, y, length_bytes, kind, stream);
+    return copy_range_from_array(to, array, x_bytes, y, length_bytes, kind, stream);
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpyArrayToArray)

@@ -1,4 +1,4 @@
-// Captures of streams and launches of graphs, in both forms (forms.hpp).
+// Captures of streams and launches of graphs, in the ordinary form and the per-thread form (forms.hpp).
 #include "cuda/graph_abi.hpp"
 #include "cudart/forms.hpp"
 
@@ -9,8 +9,9 @@ GDRKIT_STREAM_FORM(cudaStreamBeginCapture)(Handle stream, int mode) {
 }
 
 GDRKIT_STREAM_FORM(cudaStreamBeginCaptureToGraph)
-(Handle stream, Handle graph, const Handle* dependencies, const cuda::EdgeData* data, std::size_t count, int mode) {
-    return call_in_context(&Driver::cuStreamBeginCaptureToGraph, resolve_stream(stream), graph, dependencies, data,
+(Handle stream, Handle graph, const Handle* dependencies, const cuda::EdgeData* edge_data, std::size_t count,
+ int mode) {
+    return call_in_context(&Driver::cuStreamBeginCaptureToGraph, resolve_stream(stream), graph, dependencies, edge_data,
                            count, mode);
 }
 
@@ -34,10 +35,10 @@ GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo_v2)
 }
 
 GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo_v3)
-(Handle stream, int* status, std::uint64_t* id, Handle* graph, const Handle** dependencies, const cuda::EdgeData** data,
- std::size_t* count) {
+(Handle stream, int* status, std::uint64_t* id, Handle* graph, const Handle** dependencies,
+ const cuda::EdgeData** edge_data, std::size_t* count) {
     return call_in_context(&Driver::cuStreamGetCaptureInfo_v3, resolve_stream(stream), status, id, graph, dependencies,
-                           data, count);
+                           edge_data, count);
 }
 
 GDRKIT_STREAM_FORM(cudaStreamUpdateCaptureDependencies)
@@ -47,20 +48,20 @@ GDRKIT_STREAM_FORM(cudaStreamUpdateCaptureDependencies)
 }
 
 GDRKIT_STREAM_FORM(cudaStreamUpdateCaptureDependencies_v2)
-(Handle stream, Handle* dependencies, const cuda::EdgeData* data, std::size_t count, unsigned flags) {
+(Handle stream, Handle* dependencies, const cuda::EdgeData* edge_data, std::size_t count, unsigned flags) {
 #else
 GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo)
-(Handle stream, int* status, std::uint64_t* id, Handle* graph, const Handle** dependencies, const cuda::EdgeData** data,
- std::size_t* count) {
+(Handle stream, int* status, std::uint64_t* id, Handle* graph, const Handle** dependencies,
+ const cuda::EdgeData** edge_data, std::size_t* count) {
     return call_in_context(&Driver::cuStreamGetCaptureInfo_v3, resolve_stream(stream), status, id, graph, dependencies,
-                           data, count);
+                           edge_data, count);
 }
 
 GDRKIT_STREAM_FORM(cudaStreamUpdateCaptureDependencies)
-(Handle stream, Handle* dependencies, const cuda::EdgeData* data, std::size_t count, unsigned flags) {
+(Handle stream, Handle* dependencies, const cuda::EdgeData* edge_data, std::size_t count, unsigned flags) {
 #endif
-    return call_in_context(&Driver::cuStreamUpdateCaptureDependencies_v2, resolve_stream(stream), dependencies, data,
-                           count, flags);
+    return call_in_context(&Driver::cuStreamUpdateCaptureDependencies_v2, resolve_stream(stream), dependencies,
+                           edge_data, count, flags);
 }
 
 GDRKIT_STREAM_FORM(cudaGraphInstantiateWithParams)

@@ -20,20 +20,21 @@ GDRKIT_TWIN_NOTE("cuda runtime 13 twin of gdrkit")
 namespace gdrkit::twin::cudart {
 namespace {
 
-// The device that this thread selected. It counts only while the thread has no current context.
+// The device that this thread selected. The selection has an effect only while the thread has no current context.
 thread_local Device selected_device = 0;
 
 // A primary context that the twin has retained. Its handle stays the same if a reset destroys it and a later call
-// creates it again. Only the driver knows whether it exists, because the program may reset it by the driver.
-struct Primary {
-    std::mutex mutex; // of this device only, because a call waits with it until a reset of the device is done
+// creates it again. Only the driver knows whether the context exists, because the program may reset it through the
+// driver.
+struct PrimaryContext {
+    std::mutex mutex; // One for each device, because a thread holds it while the driver finishes a reset of the device.
     std::atomic<Handle> context{0};
-    bool is_retained = false; // by the twin, since its last reset
+    bool is_retained = false; // true: the twin has retained the context since its last reset
 };
 
 // The primary contexts by ordinal.
-std::array<Primary, max_gpu_count>& primaries() {
-    static auto* const instance = new std::array<Primary, max_gpu_count>;
+std::array<PrimaryContext, max_gpu_count>& primary_contexts() {
+    static auto* const instance = new std::array<PrimaryContext, max_gpu_count>;
     return *instance;
 }
 
@@ -52,25 +53,25 @@ Error select_device(Device device) {
     return error;
 }
 
-bool is_active(Device device) {
+bool is_primary_context_active(Device device) {
     unsigned flags = 0;
-    int active = 0;
-    return call(&Driver::cuDevicePrimaryCtxGetState, device, &flags, &active) == success && active != 0;
+    int is_active = 0;
+    return call(&Driver::cuDevicePrimaryCtxGetState, device, &flags, &is_active) == success && is_active != 0;
 }
 
 // Return whether the context is a primary context that was reset, by any thread, and store its device.
 bool was_reset(Handle context, Device* device) {
-    const auto primary_entry =
-        std::ranges::find_if(primaries(), [=](const Primary& primary) { return primary.context.load() == context; });
-    const auto ordinal = static_cast<Device>(primary_entry - primaries().begin());
-    if (primary_entry == primaries().end() || is_active(ordinal)) {
+    const auto primary_entry = std::ranges::find_if(
+        primary_contexts(), [=](const PrimaryContext& primary) { return primary.context.load() == context; });
+    const auto ordinal = static_cast<Device>(primary_entry - primary_contexts().begin());
+    if (primary_entry == primary_contexts().end() || is_primary_context_active(ordinal)) {
         return false;
     }
     *device = ordinal;
     return true;
 }
 
-// Return whether the context is the primary context of the device, which exists.
+// Return whether the context is the primary context of the device. The device must have an active primary context.
 bool is_primary(Handle context, Device device) {
     Handle primary = 0;
     if (call(&Driver::cuDevicePrimaryCtxRetain, &primary, device) != success) {
@@ -84,17 +85,17 @@ Error reset_device() {
     Device device = 0;
     Handle context = 0;
     find_current_device(&device);
-    if (!is_active(device)) {
+    if (!is_primary_context_active(device)) {
         return success;
     }
-    // If the current context is not a primary one, the real function destroys only the state of the runtime for that
-    // context, and the twin has none.
+    // If the current context is not a primary context, the real function destroys only the state of the runtime for
+    // that context, and the twin has none.
     if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 && !is_primary(context, device)) {
         return success;
     }
-    // If another thread retains the context again before the reset, it notices the reset at its next call.
+    // If another thread retains the context again before the reset, that thread notices the reset at its next call.
     {
-        Primary& primary = primaries().at(static_cast<std::size_t>(device));
+        PrimaryContext& primary = primary_contexts().at(static_cast<std::size_t>(device));
         std::lock_guard lock(primary.mutex);
         primary.is_retained = false;
     }
@@ -126,14 +127,14 @@ Error check_device(Device device) {
 }
 
 Error get_primary_context(Device device, Handle* context) {
-    Primary& primary = primaries().at(static_cast<std::size_t>(device));
+    PrimaryContext& primary = primary_contexts().at(static_cast<std::size_t>(device));
     std::lock_guard lock(primary.mutex);
-    if (!primary.is_retained || !is_active(device)) {
-        Handle retained = 0;
-        if (const Error error = call(&Driver::cuDevicePrimaryCtxRetain, &retained, device); error != success) {
+    if (!primary.is_retained || !is_primary_context_active(device)) {
+        Handle retained_context = 0;
+        if (const Error error = call(&Driver::cuDevicePrimaryCtxRetain, &retained_context, device); error != success) {
             return error;
         }
-        primary.context = retained;
+        primary.context = retained_context;
         primary.is_retained = true;
     }
     *context = primary.context;
@@ -156,9 +157,9 @@ Error find_current_device(Device* device) {
     Handle context = 0;
     *device = selected_device;
     if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 && !was_reset(context, device)) {
-        Device of_context = 0;
-        if (call(&Driver::cuCtxGetDevice, &of_context) == success) {
-            *device = of_context;
+        Device context_device = 0;
+        if (call(&Driver::cuCtxGetDevice, &context_device) == success) {
+            *device = context_device;
         }
     }
     return success;
@@ -220,8 +221,8 @@ GDRKIT_CUDART_ENTRY Error cudaGetDeviceFlags(unsigned* flags) {
         if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 && !was_reset(context, &device)) {
             return call(&Driver::cuCtxGetFlags, flags);
         }
-        int active = 0;
-        return call(&Driver::cuDevicePrimaryCtxGetState, device, flags, &active);
+        int is_active = 0;
+        return call(&Driver::cuDevicePrimaryCtxGetState, device, flags, &is_active);
     });
 }
 

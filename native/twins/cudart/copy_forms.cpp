@@ -1,11 +1,11 @@
-// cudaMemcpy* and cudaMemset*, in both forms (forms.hpp).
+// cudaMemcpy* and cudaMemset*, in the ordinary form and the per-thread form (forms.hpp).
 #include "cudart/forms.hpp"
 #include "cudart/rows.hpp"
 
 namespace gdrkit::twin::cudart {
 namespace {
 
-// As in the real runtime, a copy of nothing succeeds, whatever its direction.
+// As in the real runtime, a copy of 0 bytes succeeds, even if its direction is invalid.
 Error copy(void* to, const void* from, std::size_t length_bytes, int kind) {
     if (length_bytes == 0) {
         return success;
@@ -54,8 +54,8 @@ cuda::Copy2d make_rows_copy(void* to, std::size_t to_pitch, const void* from, st
 
 // Run a copy of rows after a check of its arguments. Empty copies succeed.
 template <typename Body>
-Error check_rows(std::size_t to_pitch, std::size_t from_pitch, std::size_t width_bytes, std::size_t height, int kind,
-                 Body&& body) {
+Error check_and_copy_rows(std::size_t to_pitch, std::size_t from_pitch, std::size_t width_bytes, std::size_t height,
+                          int kind, Body&& body) {
     if (width_bytes == 0 || height == 0) {
         return success;
     }
@@ -68,19 +68,20 @@ Error check_rows(std::size_t to_pitch, std::size_t from_pitch, std::size_t width
     return body();
 }
 
-// Convert a copy between devices. The driver orders it with the work of the primary contexts of both.
-Error convert(const PeerCopy3d* copy, cuda::Copy3d* converted) {
+// Convert a copy between devices. The driver orders the copy with the work of the primary contexts of both devices.
+Error convert_copy(const PeerCopy3d* copy, cuda::Copy3d* converted) {
     if (copy == nullptr) {
         return invalid_value;
     }
-    const Copy3d plain{copy->from_array, copy->from_position, copy->from, copy->to_array, copy->to_position,
-                       copy->to,         copy->extent,        inferred};
+    const Copy3d copy_without_devices{
+        copy->from_array, copy->from_position, copy->from, copy->to_array, copy->to_position,
+        copy->to,         copy->extent,        inferred};
     Error error = check_device(copy->from_device);
     if (error == success) {
         error = check_device(copy->to_device);
     }
     if (error == success) {
-        error = convert(&plain, converted);
+        error = convert_copy(&copy_without_devices, converted);
     }
     if (error == success) {
         error = get_primary_context(copy->from_device, &converted->from.context);
@@ -94,20 +95,20 @@ Error convert(const PeerCopy3d* copy, cuda::Copy3d* converted) {
 // Convert a copy and run it by `run`, a call of the driver. Empty copies succeed.
 template <typename Copy, typename Run> Error convert_and_run(const Copy* copy, Run&& run) {
     cuda::Copy3d converted{};
-    const Error error = convert(copy, &converted);
+    const Error error = convert_copy(copy, &converted);
     if (error != success || converted.width_bytes == 0 || converted.height == 0 || converted.depth == 0) {
         return error;
     }
     return run(static_cast<const cuda::Copy3d*>(&converted));
 }
 
-unsigned char byte_of(int value) {
+unsigned char to_byte(int value) {
     return static_cast<unsigned char>(value);
 }
 
-// A volume to fill: its rows have equal distances, and so have its slices.
+// A volume to fill. `pitch` is the distance between two rows, and `slice_bytes` the distance between two slices.
 struct Volume {
-    Address to;
+    Address address;
     std::size_t pitch, slice_bytes;
     Extent extent;
     unsigned char value;
@@ -118,12 +119,12 @@ Error check_allocated(const Volume& volume) {
     Address end = 0, rows_bytes = 0, slices_bytes = 0;
     if (__builtin_mul_overflow(volume.extent.height - 1, volume.pitch, &rows_bytes) ||
         __builtin_mul_overflow(volume.extent.depth - 1, volume.slice_bytes, &slices_bytes) ||
-        __builtin_add_overflow(volume.to, volume.extent.width, &end) || __builtin_add_overflow(end, rows_bytes, &end) ||
-        __builtin_add_overflow(end, slices_bytes, &end)) {
+        __builtin_add_overflow(volume.address, volume.extent.width, &end) ||
+        __builtin_add_overflow(end, rows_bytes, &end) || __builtin_add_overflow(end, slices_bytes, &end)) {
         return invalid_value;
     }
-    // A program may map memory side by side.
-    for (Address position = volume.to; position < end;) {
+    // The volume may span several ranges, because a program may map memory side by side.
+    for (Address position = volume.address; position < end;) {
         Address base = 0;
         std::size_t length_bytes = 0;
         if (call(&Driver::cuMemGetAddressRange_v2, &base, &length_bytes, position) != success) {
@@ -143,8 +144,8 @@ Error fill_volume(const PitchedPointer& memory, int value, const Extent& extent,
     if (extent.width == 0 || extent.height == 0 || extent.depth == 0) {
         return success;
     }
-    Volume volume{to_address(memory.pointer), memory.pitch, 0, extent, byte_of(value)};
-    // The height of the memory counts only with several slices.
+    Volume volume{to_address(memory.pointer), memory.pitch, 0, extent, to_byte(value)};
+    // The height of the memory matters only if there are several slices.
     if (extent.depth > 1 &&
         (extent.height > memory.y_size || __builtin_mul_overflow(memory.y_size, memory.pitch, &volume.slice_bytes))) {
         return invalid_value;
@@ -157,22 +158,23 @@ Error fill_volume(const PitchedPointer& memory, int value, const Extent& extent,
     Error error = check_allocated(volume);
     for (std::size_t slice = 0; error == success && slice < extent.depth; ++slice) {
         error = fill_rows(volume);
-        volume.to += volume.slice_bytes;
+        volume.address += volume.slice_bytes;
     }
     return error;
 }
 
 Error fill_volume_in_stream(const PitchedPointer& memory, int value, const Extent& extent, Handle stream) {
     return fill_volume(memory, value, extent, [&](const Volume& rows) {
-        return call(&Driver::cuMemsetD2D8Async, rows.to, rows.pitch, rows.value, rows.extent.width, rows.extent.height,
-                    stream);
+        return call(&Driver::cuMemsetD2D8Async, rows.address, rows.pitch, rows.value, rows.extent.width,
+                    rows.extent.height, stream);
     });
 }
 
-// The synchronous function of the driver waits for memory of the host.
+// The driver's synchronous function is called, because it waits until memory of the host is filled.
 Error fill_volume_synchronously(const PitchedPointer& memory, int value, const Extent& extent) {
     return fill_volume(memory, value, extent, [](const Volume& rows) {
-        return call(&Driver::cuMemsetD2D8_v2, rows.to, rows.pitch, rows.value, rows.extent.width, rows.extent.height);
+        return call(&Driver::cuMemsetD2D8_v2, rows.address, rows.pitch, rows.value, rows.extent.width,
+                    rows.extent.height);
     });
 }
 
@@ -180,8 +182,9 @@ Error fill_volume_synchronously(const PitchedPointer& memory, int value, const E
 
 GDRKIT_SYNC_FORM(cudaMemcpy)(void* to, const void* from, std::size_t length_bytes, int kind) {
     return run_entry_in_context([&] {
-        return is_per_thread ? finish(copy_in_stream(to, from, length_bytes, kind, per_thread_stream))
-                             : copy(to, from, length_bytes, kind);
+        return is_per_thread
+                   ? wait_for_per_thread_stream(copy_in_stream(to, from, length_bytes, kind, per_thread_stream))
+                   : copy(to, from, length_bytes, kind);
     });
 }
 
@@ -193,10 +196,11 @@ GDRKIT_SYNC_FORM(cudaMemcpy2D)
 (void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t width_bytes, std::size_t height,
  int kind) {
     return run_entry_in_context([&] {
-        return check_rows(to_pitch, from_pitch, width_bytes, height, kind, [&] {
+        return check_and_copy_rows(to_pitch, from_pitch, width_bytes, height, kind, [&] {
             const cuda::Copy2d copy = make_rows_copy(to, to_pitch, from, from_pitch, width_bytes, height, kind);
-            return is_per_thread ? finish(call(&Driver::cuMemcpy2DAsync_v2, &copy, per_thread_stream))
-                                 : call(&Driver::cuMemcpy2DUnaligned_v2, &copy);
+            return is_per_thread
+                       ? wait_for_per_thread_stream(call(&Driver::cuMemcpy2DAsync_v2, &copy, per_thread_stream))
+                       : call(&Driver::cuMemcpy2DUnaligned_v2, &copy);
         });
     });
 }
@@ -205,7 +209,7 @@ GDRKIT_STREAM_FORM(cudaMemcpy2DAsync)
 (void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t width_bytes, std::size_t height,
  int kind, Handle stream) {
     return run_entry_in_context([&] {
-        return check_rows(to_pitch, from_pitch, width_bytes, height, kind, [&] {
+        return check_and_copy_rows(to_pitch, from_pitch, width_bytes, height, kind, [&] {
             const cuda::Copy2d copy = make_rows_copy(to, to_pitch, from, from_pitch, width_bytes, height, kind);
             return call(&Driver::cuMemcpy2DAsync_v2, &copy, resolve_stream(stream));
         });
@@ -215,8 +219,9 @@ GDRKIT_STREAM_FORM(cudaMemcpy2DAsync)
 GDRKIT_SYNC_FORM(cudaMemcpy3D)(const Copy3d* copy) {
     return run_entry_in_context([&] {
         return convert_and_run(copy, [](const cuda::Copy3d* converted) {
-            return is_per_thread ? finish(call(&Driver::cuMemcpy3DAsync_v2, converted, per_thread_stream))
-                                 : call(&Driver::cuMemcpy3D_v2, converted);
+            return is_per_thread
+                       ? wait_for_per_thread_stream(call(&Driver::cuMemcpy3DAsync_v2, converted, per_thread_stream))
+                       : call(&Driver::cuMemcpy3D_v2, converted);
         });
     });
 }
@@ -246,39 +251,40 @@ GDRKIT_STREAM_FORM(cudaMemcpy3DPeerAsync)(const PeerCopy3d* copy, Handle stream)
 
 GDRKIT_SYNC_FORM(cudaMemset)(void* to, int value, std::size_t length_bytes) {
     return run_entry_in_context([&] {
-        return is_per_thread ? finish(call(&Driver::cuMemsetD8Async, to_address(to), byte_of(value), length_bytes,
-                                           per_thread_stream))
-                             : call(&Driver::cuMemsetD8_v2, to_address(to), byte_of(value), length_bytes);
+        return is_per_thread ? wait_for_per_thread_stream(call(&Driver::cuMemsetD8Async, to_address(to), to_byte(value),
+                                                               length_bytes, per_thread_stream))
+                             : call(&Driver::cuMemsetD8_v2, to_address(to), to_byte(value), length_bytes);
     });
 }
 
 GDRKIT_STREAM_FORM(cudaMemsetAsync)(void* to, int value, std::size_t length_bytes, Handle stream) {
     return run_entry_in_context([&] {
-        return call(&Driver::cuMemsetD8Async, to_address(to), byte_of(value), length_bytes, resolve_stream(stream));
+        return call(&Driver::cuMemsetD8Async, to_address(to), to_byte(value), length_bytes, resolve_stream(stream));
     });
 }
 
 GDRKIT_SYNC_FORM(cudaMemset2D)(void* to, std::size_t pitch, int value, std::size_t width_bytes, std::size_t height) {
     return run_entry_in_context([&] {
         return is_per_thread
-                   ? finish(call(&Driver::cuMemsetD2D8Async, to_address(to), pitch, byte_of(value), width_bytes, height,
-                                 per_thread_stream))
-                   : call(&Driver::cuMemsetD2D8_v2, to_address(to), pitch, byte_of(value), width_bytes, height);
+                   ? wait_for_per_thread_stream(call(&Driver::cuMemsetD2D8Async, to_address(to), pitch, to_byte(value),
+                                                     width_bytes, height, per_thread_stream))
+                   : call(&Driver::cuMemsetD2D8_v2, to_address(to), pitch, to_byte(value), width_bytes, height);
     });
 }
 
 GDRKIT_STREAM_FORM(cudaMemset2DAsync)
 (void* to, std::size_t pitch, int value, std::size_t width_bytes, std::size_t height, Handle stream) {
     return run_entry_in_context([&] {
-        return call(&Driver::cuMemsetD2D8Async, to_address(to), pitch, byte_of(value), width_bytes, height,
+        return call(&Driver::cuMemsetD2D8Async, to_address(to), pitch, to_byte(value), width_bytes, height,
                     resolve_stream(stream));
     });
 }
 
 GDRKIT_SYNC_FORM(cudaMemset3D)(PitchedPointer memory, int value, Extent extent) {
     return run_entry_in_context([&] {
-        return is_per_thread ? finish(fill_volume_in_stream(memory, value, extent, per_thread_stream))
-                             : fill_volume_synchronously(memory, value, extent);
+        return is_per_thread
+                   ? wait_for_per_thread_stream(fill_volume_in_stream(memory, value, extent, per_thread_stream))
+                   : fill_volume_synchronously(memory, value, extent);
     });
 }
 

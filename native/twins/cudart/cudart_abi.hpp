@@ -213,7 +213,8 @@ struct DeviceProperties {
     std::int32_t blocks_per_multiprocessor_max;
     std::int32_t access_policy_window_bytes_max;
     std::size_t reserved_shared_bytes_per_block;
-    std::int32_t host_register_supported; // The structure of CUDA 11, for cudaGetDeviceProperties of 12, ends before.
+    // cudaGetDeviceProperties of CUDA 12 fills the structure of CUDA 11, which ends before this member.
+    std::int32_t host_register_supported;
     std::int32_t sparse_array_supported;
     std::int32_t host_register_read_only_supported;
     std::int32_t timeline_semaphore_interop_supported;

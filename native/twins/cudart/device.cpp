@@ -6,16 +6,16 @@
 namespace gdrkit::twin::cudart {
 namespace {
 
-// The attributes of cudaDevAttr by number, and the member of cudaDeviceProp with the value. CUDA 13 removed the members
-// that only CUDA 12 has.
-Error fill_properties(DeviceProperties* to, Device device) {
+// Fill the properties of a device. Each M(attribute, member) names a cudaDevAttr by its number, and the member of
+// cudaDeviceProp that gets its value. CUDA 13 removed the members of the part for CUDA 12.
+Error fill_properties(DeviceProperties* properties, Device device) {
     struct AttributeMember {
         int attribute;
         void* member;
-        std::size_t bytes;
+        std::size_t member_bytes;
     };
 #define M(attribute, member)                                                                                           \
-    { attribute, &to->member, sizeof(to->member) }
+    { attribute, &properties->member, sizeof(properties->member) }
     const AttributeMember members[] = {
         M(8, shared_bytes_per_block),
         M(12, registers_per_block),
@@ -141,26 +141,26 @@ Error fill_properties(DeviceProperties* to, Device device) {
 #endif
     };
 #undef M
-    std::memset(static_cast<void*>(to), 0, sizeof *to);
+    std::memset(static_cast<void*>(properties), 0, sizeof *properties);
     for (const AttributeMember& member : members) {
         int value = 0;
         if (const Error error = call(&Driver::cuDeviceGetAttribute, &value, member.attribute, device);
             error != success) {
             return error;
         }
-        // The members have 4 or 8 bytes, and the machine stores the low bytes first.
-        const std::int64_t wide = value;
-        std::memcpy(member.member, &wide, member.bytes);
+        // The members have 4 or 8 bytes. The copy is right for both sizes, because the machine is little-endian.
+        const std::int64_t wide_value = value;
+        std::memcpy(member.member, &wide_value, member.member_bytes);
     }
-    Error error = call(&Driver::cuDeviceGetName, to->name, static_cast<int>(sizeof to->name), device);
+    Error error = call(&Driver::cuDeviceGetName, properties->name, static_cast<int>(sizeof properties->name), device);
     if (error == success) {
-        error = call(&Driver::cuDeviceGetUuid_v2, static_cast<void*>(to->uuid), device);
+        error = call(&Driver::cuDeviceGetUuid_v2, static_cast<void*>(properties->uuid), device);
     }
-    return error == success ? call(&Driver::cuDeviceTotalMem_v2, &to->total_global_bytes, device) : error;
+    return error == success ? call(&Driver::cuDeviceTotalMem_v2, &properties->total_global_bytes, device) : error;
 }
 
-Error get_properties(DeviceProperties* to, Device device, std::size_t bytes) {
-    if (to == nullptr) {
+Error get_properties(DeviceProperties* result, Device device, std::size_t result_bytes) {
+    if (result == nullptr) {
         return invalid_value;
     }
     if (const Error error = check_device(device); error != success) {
@@ -169,7 +169,7 @@ Error get_properties(DeviceProperties* to, Device device, std::size_t bytes) {
     DeviceProperties properties;
     const Error error = fill_properties(&properties, device);
     if (error == success) {
-        std::memcpy(static_cast<void*>(to), &properties, bytes);
+        std::memcpy(static_cast<void*>(result), &properties, result_bytes);
     }
     return error;
 }
@@ -189,7 +189,7 @@ Error find_entry_point(const char* name, void** function, int version, std::uint
     return success;
 }
 
-std::uint64_t add_thread_flags(std::uint64_t flags) {
+std::uint64_t select_per_thread_stream(std::uint64_t flags) {
     return flags == entry_point_default ? entry_point_per_thread_stream : flags;
 }
 
@@ -201,8 +201,8 @@ GDRKIT_CUDART_ENTRY Error cudaGetDeviceCount(int* count) {
             return invalid_value;
         }
         *count = 0;
-        const Error initialized = initialize_driver();
-        const Error error = initialized == success ? call(&Driver::cuDeviceGetCount, count) : initialized;
+        const Error init_error = initialize_driver();
+        const Error error = init_error == success ? call(&Driver::cuDeviceGetCount, count) : init_error;
         return error == success && *count == 0 ? no_device : error;
     });
 }
@@ -271,7 +271,7 @@ GDRKIT_CUDART_ENTRY Error cudaGetDriverEntryPointByVersion(const char* name, voi
 
 GDRKIT_CUDART_ENTRY Error cudaGetDriverEntryPointByVersion_ptsz(const char* name, void** function, unsigned version,
                                                                 std::uint64_t flags, int* status) {
-    return cudaGetDriverEntryPointByVersion(name, function, version, add_thread_flags(flags), status);
+    return cudaGetDriverEntryPointByVersion(name, function, version, select_per_thread_stream(flags), status);
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGetDriverEntryPoint(const char* name, void** function, std::uint64_t flags, int* status) {
@@ -280,7 +280,7 @@ GDRKIT_CUDART_ENTRY Error cudaGetDriverEntryPoint(const char* name, void** funct
 
 GDRKIT_CUDART_ENTRY Error cudaGetDriverEntryPoint_ptsz(const char* name, void** function, std::uint64_t flags,
                                                        int* status) {
-    return cudaGetDriverEntryPoint(name, function, add_thread_flags(flags), status);
+    return cudaGetDriverEntryPoint(name, function, select_per_thread_stream(flags), status);
 }
 
 GDRKIT_CUDART_ENTRY ChannelFormat cudaCreateChannelDesc(int x, int y, int z, int w, int kind) {

@@ -12,13 +12,14 @@ namespace gdrkit::twin::cudart {
 
 // Record the error of a call for cudaGetLastError of this thread, and return it. Success does not clear an earlier
 // error.
-Error record(Error error);
+Error record_error(Error error);
 
 // Call cuInit, once in each process. A forked child of a process that used CUDA gets the error of the driver.
 Error initialize_driver();
 
-// Make sure that the calling thread has a current context. Without one, this is the primary context of the thread's
-// device, which is created at its first use. A context that the program made current by the driver is used as it is.
+// Make sure that the calling thread has a current context. If the thread has none, make the primary context of its
+// device current, which is created at its first use. A context that the program made current through the driver stays
+// current.
 Error ensure_context();
 
 // Create the primary context of a device if it does not exist, and return its handle.
@@ -33,11 +34,11 @@ Error check_device(Device device);
 // Run the body of an exported function, convert its exceptions to error codes, and record its error.
 template <typename Body> Error run_entry_before_init(Body&& body) {
     try {
-        return record(std::forward<Body>(body)());
+        return record_error(std::forward<Body>(body)());
     } catch (const std::bad_alloc&) {
-        return record(memory_allocation);
+        return record_error(memory_allocation);
     } catch (const std::system_error&) {
-        return record(unknown_error);
+        return record_error(unknown_error);
     }
 }
 
@@ -63,7 +64,7 @@ Error call_in_context(int (*Driver::*function)(Parameters...), Arguments... argu
     return run_entry_in_context([&] { return call(function, arguments...); });
 }
 
-// Print one line on stderr, once in the process for each subject: `subject` and then `text`.
+// Print the line "subject text" on stderr, once in the process for each subject.
 void print_once(const char* subject, const char* text);
 
 } // namespace gdrkit::twin::cudart

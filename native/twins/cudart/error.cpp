@@ -1,4 +1,4 @@
-// The last error of each thread, names and texts of errors, and the lines on stderr.
+// The last error of each thread (cudaGetLastError), the names and texts of errors, and messages on stderr.
 #include <cstdio>
 #include <mutex>
 #include <set>
@@ -162,7 +162,7 @@ constexpr ErrorName error_names[] = {
     {10000, "cudaErrorApiFailureBase", "api failure base"},
 };
 
-const ErrorName* find_name(int code) {
+const ErrorName* find_error_name(int code) {
     for (const ErrorName& entry : error_names) {
         if (entry.code == code) {
             return &entry;
@@ -171,11 +171,11 @@ const ErrorName* find_name(int code) {
     return nullptr;
 }
 
-constexpr const char* unrecognized = "unrecognized error code";
+constexpr const char* unrecognized_text = "unrecognized error code";
 
 } // namespace
 
-Error record(Error error) {
+Error record_error(Error error) {
     if (error != success) {
         last_error = error;
     }
@@ -184,9 +184,9 @@ Error record(Error error) {
 
 void print_once(const char* subject, const char* text) {
     static auto* const mutex = new std::mutex;
-    static auto* const printed = new std::set<std::string>;
+    static auto* const printed_subjects = new std::set<std::string>;
     std::lock_guard lock(*mutex);
-    if (printed->insert(subject).second) {
+    if (printed_subjects->insert(subject).second) {
         std::fprintf(stderr, "gdrkit: %s %s\n", subject, text);
     }
 }
@@ -200,14 +200,14 @@ GDRKIT_CUDART_ENTRY Error cudaPeekAtLastError() {
 }
 
 GDRKIT_CUDART_ENTRY const char* cudaGetErrorName(int code) {
-    const ErrorName* const error_name = find_name(code);
-    return error_name == nullptr ? unrecognized : error_name->name;
+    const ErrorName* const error_name = find_error_name(code);
+    return error_name == nullptr ? unrecognized_text : error_name->name;
 }
 
 GDRKIT_CUDART_ENTRY const char* cudaGetErrorString(int code) {
-    const ErrorName* const error_name = find_name(code);
+    const ErrorName* const error_name = find_error_name(code);
     if (error_name == nullptr) {
-        return unrecognized;
+        return unrecognized_text;
     }
     const char* text = error_name->text;
     if (text == nullptr && call(&Driver::cuGetErrorString, code, &text) != success) {

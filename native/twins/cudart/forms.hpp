@@ -1,6 +1,7 @@
 // Functions that use a default stream have two forms. In the ordinary form, stream 0 is the legacy default stream. In
-// the form with the suffix _ptsz (of a function with a stream argument) or _ptds (of one without), it is the default
-// stream of the calling thread. The build compiles the files that include this header once for each form.
+// the per-thread form, which has the suffix _ptsz (functions with a stream argument) or _ptds (functions without a
+// stream argument), stream 0 is the default stream of the calling thread. The build compiles the files that include
+// this header once for each form.
 #pragma once
 
 #include "cudart/entry.hpp"
@@ -22,13 +23,14 @@ inline constexpr bool is_per_thread = true;
 inline constexpr bool is_per_thread = false;
 #endif
 
-// Return the stream that the driver gets for the stream argument of this form.
+// Convert the stream argument of a function of this form to the stream for the driver.
 inline Handle resolve_stream(Handle stream) {
     return is_per_thread && stream == 0 ? per_thread_stream : stream;
 }
 
-// Wait for the default stream of the calling thread, in the form of a synchronous function that uses it.
-inline Error finish(Error error) {
+// Wait for the default stream of the calling thread unless the call before failed with `error`. Return the error of the
+// call or of the wait.
+inline Error wait_for_per_thread_stream(Error error) {
     return error == success ? call(&Driver::cuStreamSynchronize, per_thread_stream) : error;
 }
 

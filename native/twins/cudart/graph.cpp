@@ -1,4 +1,5 @@
-// Graphs, except the functions that take a stream. Nodes and graphs have the handles of the driver.
+// cudaGraph* functions, except the functions that take a stream (capture_forms.cpp). The handles of nodes and graphs
+// are the driver's handles.
 #include <algorithm>
 
 #include "cuda/graph_abi.hpp"
@@ -30,7 +31,7 @@ struct NodeParameters {
 static_assert(sizeof(NodeParameters) == sizeof(cuda::NodeParameterUnion));
 
 // Run `body` with the current context, in which the nodes of a graph run.
-template <typename Body> Error with_context(Body&& body) {
+template <typename Body> Error run_with_context(Body&& body) {
     return run_entry_in_context([&] {
         Handle context = 0;
         const Error error = call(&Driver::cuCtxGetCurrent, &context);
@@ -39,10 +40,10 @@ template <typename Body> Error with_context(Body&& body) {
 }
 
 // Convert a copy and pass it to `body` with the current context.
-template <typename Body> Error with_copy(const Copy3d* copy, Body&& body) {
-    return with_context([&](Handle context) {
+template <typename Body> Error run_with_copy(const Copy3d* copy, Body&& body) {
+    return run_with_context([&](Handle context) {
         cuda::Copy3d converted{};
-        const Error error = convert(copy, &converted);
+        const Error error = convert_copy(copy, &converted);
         return error == success ? body(static_cast<const cuda::Copy3d*>(&converted), context) : error;
     });
 }
@@ -96,7 +97,7 @@ Error add_node(Handle* node, Handle graph, const Handle* dependencies, std::size
     if (parameters->type == cuda::node_copy) {
         converted.copy = {};
         converted.copy.context = context;
-        if (const Error error = convert(&parameters->copy.copy, &converted.copy.copy); error != success) {
+        if (const Error error = convert_copy(&parameters->copy.copy, &converted.copy.copy); error != success) {
             return error;
         }
     } else if (parameters->type == cuda::node_fill) {
@@ -151,7 +152,7 @@ PASS(cudaGraphRemoveDependencies, cuGraphRemoveDependencies,
 
 GDRKIT_CUDART_ENTRY Error cudaGraphAddNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
                                            NodeParameters* parameters) {
-    return with_context(
+    return run_with_context(
         [&](Handle context) { return add_node(node, graph, dependencies, count, parameters, context); });
 }
 #else
@@ -159,22 +160,23 @@ GDRKIT_CUDART_ENTRY Error cudaGraphAddNode(Handle* node, Handle graph, const Han
 #endif
 
 PASS(WITH_EDGES(cudaGraphGetEdges), cuGraphGetEdges_v2,
-     (Handle graph, Handle* from, Handle* to, cuda::EdgeData* data, std::size_t* count), graph, from, to, data, count)
+     (Handle graph, Handle* from, Handle* to, cuda::EdgeData* edge_data, std::size_t* count), graph, from, to,
+     edge_data, count)
 PASS(WITH_EDGES(cudaGraphNodeGetDependencies), cuGraphNodeGetDependencies_v2,
-     (Handle node, Handle* nodes, cuda::EdgeData* data, std::size_t* count), node, nodes, data, count)
+     (Handle node, Handle* nodes, cuda::EdgeData* edge_data, std::size_t* count), node, nodes, edge_data, count)
 PASS(WITH_EDGES(cudaGraphNodeGetDependentNodes), cuGraphNodeGetDependentNodes_v2,
-     (Handle node, Handle* nodes, cuda::EdgeData* data, std::size_t* count), node, nodes, data, count)
+     (Handle node, Handle* nodes, cuda::EdgeData* edge_data, std::size_t* count), node, nodes, edge_data, count)
 PASS(WITH_EDGES(cudaGraphAddDependencies), cuGraphAddDependencies_v2,
-     (Handle graph, const Handle* from, const Handle* to, const cuda::EdgeData* data, std::size_t count), graph, from,
-     to, data, count)
+     (Handle graph, const Handle* from, const Handle* to, const cuda::EdgeData* edge_data, std::size_t count), graph,
+     from, to, edge_data, count)
 PASS(WITH_EDGES(cudaGraphRemoveDependencies), cuGraphRemoveDependencies_v2,
-     (Handle graph, const Handle* from, const Handle* to, const cuda::EdgeData* data, std::size_t count), graph, from,
-     to, data, count)
+     (Handle graph, const Handle* from, const Handle* to, const cuda::EdgeData* edge_data, std::size_t count), graph,
+     from, to, edge_data, count)
 
 GDRKIT_CUDART_ENTRY Error WITH_EDGES(cudaGraphAddNode)(Handle* node, Handle graph, const Handle* dependencies,
                                                        const cuda::EdgeData*, std::size_t count,
                                                        NodeParameters* parameters) {
-    return with_context(
+    return run_with_context(
         [&](Handle context) { return add_node(node, graph, dependencies, count, parameters, context); });
 }
 
@@ -209,7 +211,7 @@ PASS(cudaGraphAddMemFreeNode, cuGraphAddMemFreeNode,
 
 GDRKIT_CUDART_ENTRY Error cudaGraphAddMemcpyNode(Handle* node, Handle graph, const Handle* dependencies,
                                                  std::size_t count, const Copy3d* copy) {
-    return with_copy(copy, [&](const cuda::Copy3d* converted, Handle context) {
+    return run_with_copy(copy, [&](const cuda::Copy3d* converted, Handle context) {
         return call(&Driver::cuGraphAddMemcpyNode, node, graph, dependencies, count, converted, context);
     });
 }
@@ -223,7 +225,7 @@ GDRKIT_CUDART_ENTRY Error cudaGraphAddMemcpyNode1D(Handle* node, Handle graph, c
 
 GDRKIT_CUDART_ENTRY Error cudaGraphAddMemsetNode(Handle* node, Handle graph, const Handle* dependencies,
                                                  std::size_t count, const cuda::FillParameters* fill) {
-    return with_context([&](Handle context) {
+    return run_with_context([&](Handle context) {
         return call(&Driver::cuGraphAddMemsetNode, node, graph, dependencies, count, fill, context);
     });
 }
@@ -233,7 +235,7 @@ GDRKIT_CUDART_ENTRY Error cudaGraphMemcpyNodeGetParams(Handle node, Copy3d* copy
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGraphMemcpyNodeSetParams(Handle node, const Copy3d* copy) {
-    return with_copy(copy, [&](const cuda::Copy3d* converted, Handle) {
+    return run_with_copy(copy, [&](const cuda::Copy3d* converted, Handle) {
         return call(&Driver::cuGraphMemcpyNodeSetParams, node, converted);
     });
 }
@@ -288,7 +290,7 @@ PASS(cudaGraphReleaseUserObject, cuGraphReleaseUserObject, (Handle graph, Handle
      count)
 
 GDRKIT_CUDART_ENTRY Error cudaGraphExecMemcpyNodeSetParams(Handle executable, Handle node, const Copy3d* copy) {
-    return with_copy(copy, [&](const cuda::Copy3d* converted, Handle context) {
+    return run_with_copy(copy, [&](const cuda::Copy3d* converted, Handle context) {
         return call(&Driver::cuGraphExecMemcpyNodeSetParams, executable, node, converted, context);
     });
 }
@@ -301,7 +303,7 @@ GDRKIT_CUDART_ENTRY Error cudaGraphExecMemcpyNodeSetParams1D(Handle executable, 
 
 GDRKIT_CUDART_ENTRY Error cudaGraphExecMemsetNodeSetParams(Handle executable, Handle node,
                                                            const cuda::FillParameters* fill) {
-    return with_context(
+    return run_with_context(
         [&](Handle context) { return call(&Driver::cuGraphExecMemsetNodeSetParams, executable, node, fill, context); });
 }
 

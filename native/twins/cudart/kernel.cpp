@@ -14,7 +14,8 @@ namespace {
 
 struct Kernels {
     std::mutex mutex;
-    // The name of each kernel, by the address of its host function. The compiler's names live as long as their library.
+    // The name of each kernel, by the address of its host function. The names are copied, because the compiler's texts
+    // live only as long as their library.
     std::map<const void*, std::string> names;
 };
 
@@ -29,7 +30,7 @@ struct Configuration {
     std::size_t shared_bytes;
     Handle stream;
 };
-thread_local std::vector<Configuration> configurations;
+thread_local std::vector<Configuration> pending_launches;
 
 std::string make_readable_name(const std::string& symbol) {
     int status = 0;
@@ -39,15 +40,15 @@ std::string make_readable_name(const std::string& symbol) {
     return name;
 }
 
-// Refuse a function that needs a kernel, and name the kernel. A kernel is identified by its host function.
-Error refuse(const char* operation, const void* kernel) {
+// Refuse a function that needs a kernel, and print the name of the kernel. A kernel is identified by its host function.
+Error refuse_kernel_call(const char* operation, const void* kernel) {
     return run_entry_before_init([&] {
         std::string name;
         {
-            Kernels& state = kernels();
-            std::lock_guard lock(state.mutex);
-            const auto entry = state.names.find(kernel);
-            if (entry == state.names.end()) {
+            Kernels& kernel_table = kernels();
+            std::lock_guard lock(kernel_table.mutex);
+            const auto entry = kernel_table.names.find(kernel);
+            if (entry == kernel_table.names.end()) {
                 return invalid_device_function;
             }
             name = make_readable_name(entry->second);
@@ -76,9 +77,9 @@ GDRKIT_CUDART_ENTRY char __cudaInitModule(void**) {
 
 GDRKIT_CUDART_ENTRY void __cudaRegisterFunction(void**, const void* host_function, char*, const char* name, int, void*,
                                                 void*, void*, void*, int*) {
-    Kernels& state = kernels();
-    std::lock_guard lock(state.mutex);
-    state.names[host_function] = name;
+    Kernels& kernel_table = kernels();
+    std::lock_guard lock(kernel_table.mutex);
+    kernel_table.names[host_function] = name;
 }
 
 GDRKIT_CUDART_ENTRY void __cudaRegisterVar(void**, char*, char*, const char*, int, std::size_t, int, int) {}
@@ -91,17 +92,17 @@ GDRKIT_CUDART_ENTRY void __cudaRegisterUnifiedTable(void**, void*) {}
 
 GDRKIT_CUDART_ENTRY unsigned __cudaPushCallConfiguration(Dimensions grid, Dimensions block, std::size_t shared_bytes,
                                                          Handle stream) {
-    configurations.push_back({grid, block, shared_bytes, stream});
+    pending_launches.push_back({grid, block, shared_bytes, stream});
     return 0;
 }
 
 GDRKIT_CUDART_ENTRY Error __cudaPopCallConfiguration(Dimensions* grid, Dimensions* block, std::size_t* shared_bytes,
                                                      Handle* stream) {
-    if (configurations.empty()) {
-        return record(missing_configuration);
+    if (pending_launches.empty()) {
+        return record_error(missing_configuration);
     }
-    const Configuration configuration = configurations.back();
-    configurations.pop_back();
+    const Configuration configuration = pending_launches.back();
+    pending_launches.pop_back();
     *grid = configuration.grid;
     *block = configuration.block;
     *shared_bytes = configuration.shared_bytes;
@@ -126,7 +127,7 @@ GDRKIT_CUDART_ENTRY Error __cudaGetKernel(const void** kernel, const void* host_
 
 #define GDRKIT_LAUNCH(name)                                                                                            \
     GDRKIT_CUDART_ENTRY Error name(const void* kernel, Dimensions, Dimensions, void**, std::size_t, Handle) {          \
-        return refuse("the launch", kernel);                                                                           \
+        return refuse_kernel_call("the launch", kernel);                                                               \
     }
 GDRKIT_LAUNCH(cudaLaunchKernel)
 GDRKIT_LAUNCH(cudaLaunchKernel_ptsz)
@@ -136,19 +137,19 @@ GDRKIT_LAUNCH(cudaLaunchCooperativeKernel)
 GDRKIT_LAUNCH(cudaLaunchCooperativeKernel_ptsz)
 
 GDRKIT_CUDART_ENTRY Error cudaLaunchKernelExC(const void*, const void* kernel, void**) {
-    return refuse("the launch", kernel);
+    return refuse_kernel_call("the launch", kernel);
 }
 
 GDRKIT_CUDART_ENTRY Error cudaLaunchKernelExC_ptsz(const void*, const void* kernel, void**) {
-    return refuse("the launch", kernel);
+    return refuse_kernel_call("the launch", kernel);
 }
 
 GDRKIT_CUDART_ENTRY Error cudaFuncGetAttributes(void*, const void* kernel) {
-    return refuse("cudaFuncGetAttributes", kernel);
+    return refuse_kernel_call("cudaFuncGetAttributes", kernel);
 }
 
 GDRKIT_CUDART_ENTRY Error cudaFuncSetAttribute(const void* kernel, int, int) {
-    return refuse("cudaFuncSetAttribute", kernel);
+    return refuse_kernel_call("cudaFuncSetAttribute", kernel);
 }
 
 } // namespace gdrkit::twin::cudart

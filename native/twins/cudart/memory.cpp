@@ -1,4 +1,5 @@
-// Memory of devices and of the host, memory pools, and handles between processes. Streams are in stream_forms.cpp.
+// cudaMalloc and other functions of device memory, host memory, memory pools and interprocess handles. Functions that
+// take a stream are in stream_forms.cpp.
 #include "cudart/entry.hpp"
 
 namespace gdrkit::twin::cudart {
@@ -6,7 +7,7 @@ namespace {
 
 constexpr unsigned pitch_element_bytes = 4;
 
-// As in the real runtime, an allocation of no bytes succeeds and stores NULL.
+// As in the real runtime, an allocation of 0 bytes succeeds and stores NULL.
 Error allocate(void** pointer, std::size_t length_bytes) {
     if (pointer == nullptr) {
         return invalid_value;
@@ -50,12 +51,13 @@ Error query_pointer(PointerAttributes* attributes, const void* pointer) {
     }
     std::uint32_t type = 0, is_managed = 0;
     PointerAttributes new_attributes{};
-    const int names[] = {cuda::pointer_memory_type, cuda::pointer_is_managed, cuda::pointer_device_ordinal,
-                         cuda::pointer_device_pointer, cuda::pointer_host_pointer};
+    const int attribute_numbers[] = {cuda::pointer_memory_type, cuda::pointer_is_managed, cuda::pointer_device_ordinal,
+                                     cuda::pointer_device_pointer, cuda::pointer_host_pointer};
     void* values[] = {&type, &is_managed, &new_attributes.device, &new_attributes.device_pointer,
                       &new_attributes.host_pointer};
-    const Error error = call(&Driver::cuPointerGetAttributes, unsigned{std::size(names)},
-                             static_cast<const int*>(names), static_cast<void**>(values), to_address(pointer));
+    const Error error =
+        call(&Driver::cuPointerGetAttributes, unsigned{std::size(attribute_numbers)},
+             static_cast<const int*>(attribute_numbers), static_cast<void**>(values), to_address(pointer));
     if (error == success) {
         new_attributes.type = is_managed != 0 ? memory_managed : static_cast<std::int32_t>(type);
         *attributes = new_attributes;
@@ -87,10 +89,10 @@ GDRKIT_CUDART_ENTRY Error cudaMalloc3D(PitchedPointer* pointer, Extent extent) {
         if (__builtin_mul_overflow(extent.height, extent.depth, &row_count)) {
             return memory_allocation;
         }
-        PitchedPointer allocated{nullptr, 0, extent.width, extent.height};
-        const Error error = allocate_pitched(&allocated.pointer, &allocated.pitch, extent.width, row_count);
+        PitchedPointer allocation{nullptr, 0, extent.width, extent.height};
+        const Error error = allocate_pitched(&allocation.pointer, &allocation.pitch, extent.width, row_count);
         if (error == success) {
-            *pointer = allocated;
+            *pointer = allocation;
         }
         return error;
     });
@@ -98,7 +100,7 @@ GDRKIT_CUDART_ENTRY Error cudaMalloc3D(PitchedPointer* pointer, Extent extent) {
 
 GDRKIT_CUDART_ENTRY Error cudaMallocManaged(void** pointer, std::size_t length_bytes, unsigned flags) {
     return run_entry_in_context([&] {
-        // The real runtime allocates nothing and succeeds. The driver refuses 0 bytes.
+        // For 0 bytes, the real runtime succeeds and allocates nothing. The driver would refuse the call.
         if (pointer != nullptr && length_bytes == 0) {
             *pointer = nullptr;
             return success;

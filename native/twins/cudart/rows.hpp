@@ -1,4 +1,4 @@
-// Descriptions of copies of rows, converted from the runtime's structures to the driver's.
+// Converts the descriptions of 2D and 3D copies from the structures of the runtime to the structures of the driver.
 #pragma once
 
 #include "cuda/array_abi.hpp"
@@ -10,7 +10,8 @@ inline bool is_valid_kind(int kind) {
     return kind >= host_to_host && kind <= inferred;
 }
 
-// The memory that one side of a copy must be in. The driver finds out itself what inferred memory is.
+// Return the type of memory of the source or the destination. For `inferred`, the driver determines the type from the
+// address.
 inline std::uint32_t get_source_type(int kind) {
     return kind == inferred                                     ? cuda::memory_unified
            : kind == device_to_host || kind == device_to_device ? cuda::memory_device
@@ -47,7 +48,7 @@ inline Error get_row_bytes(Handle array, std::size_t* row_bytes) {
     return get_array_bytes(array, &element_bytes, row_bytes);
 }
 
-// Let a side of a copy be an array, whose positions count elements. Store the size of an element.
+// Make an array one side of a copy. The position counts elements. Store the size of an element.
 inline Error use_array(const void* array, const Position& position, cuda::CopySide3d* side,
                        std::size_t* element_bytes) {
     std::size_t row_bytes = 0;
@@ -62,7 +63,7 @@ inline Error use_array(const void* array, const Position& position, cuda::CopySi
 }
 
 // Convert a three-dimensional copy, and check it. The extent counts elements if an array participates, else bytes.
-inline Error convert(const Copy3d* copy, cuda::Copy3d* converted) {
+inline Error convert_copy(const Copy3d* copy, cuda::Copy3d* converted) {
     if (copy == nullptr) {
         return invalid_value;
     }

@@ -1,11 +1,11 @@
-// Streams, events and copies between devices that have no form for a default stream.
+// Functions of streams, events and copies between devices that have no per-thread form (forms.hpp).
 #include "cudart/entry.hpp"
 
 namespace gdrkit::twin::cudart {
 namespace {
 
 // Run a copy between two devices with their primary contexts.
-template <typename Body> Error copy_between(Device to, Device from, Body&& body) {
+template <typename Body> Error copy_between_devices(Device to, Device from, Body&& body) {
     return run_entry_in_context([&] {
         Handle contexts[2] = {};
         for (const auto& [device, context] : {std::pair{to, &contexts[0]}, std::pair{from, &contexts[1]}}) {
@@ -25,14 +25,14 @@ template <typename Body> Error copy_between(Device to, Device from, Body&& body)
 
 GDRKIT_CUDART_ENTRY Error cudaMemcpyPeer(void* to, Device to_device, const void* from, Device from_device,
                                          std::size_t length_bytes) {
-    return copy_between(to_device, from_device, [&](Handle to_context, Handle from_context) {
+    return copy_between_devices(to_device, from_device, [&](Handle to_context, Handle from_context) {
         return call(&Driver::cuMemcpyPeer, to_address(to), to_context, to_address(from), from_context, length_bytes);
     });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMemcpyPeerAsync(void* to, Device to_device, const void* from, Device from_device,
                                               std::size_t length_bytes, Handle stream) {
-    return copy_between(to_device, from_device, [&](Handle to_context, Handle from_context) {
+    return copy_between_devices(to_device, from_device, [&](Handle to_context, Handle from_context) {
         return call(&Driver::cuMemcpyPeerAsync, to_address(to), to_context, to_address(from), from_context,
                     length_bytes, stream);
     });

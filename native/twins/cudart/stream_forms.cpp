@@ -1,4 +1,4 @@
-// Functions that take a stream, in both forms (forms.hpp).
+// Functions that take a stream, in the ordinary form and the per-thread form (forms.hpp).
 #include "cudart/forms.hpp"
 
 namespace gdrkit::twin::cudart {

@@ -5,7 +5,7 @@
 namespace gdrkit::twin::cudart {
 namespace {
 
-Error refuse(const char* symbol) {
+Error refuse_unsupported(const char* symbol) {
     return run_entry_before_init([&] {
         print_once(symbol, "fails with cudaErrorNotSupported: the software twin of the CUDA runtime does not have it");
         return not_supported;
@@ -17,7 +17,7 @@ Error refuse(const char* symbol) {
 #define GDRKIT_UNSUPPORTED(symbol)                                                                                     \
     GDRKIT_CUDART_ENTRY Error symbol();                                                                                \
     Error symbol() {                                                                                                   \
-        return refuse(#symbol);                                                                                        \
+        return refuse_unsupported(#symbol);                                                                            \
     }
 // The build writes this file from the contract of the library.
 #include "unsupported_functions.inc"

@@ -41,8 +41,8 @@ struct Batch {
     [[nodiscard]] std::size_t count_unfinished() const {
         return pending.size() + (current ? 1 : 0) + (is_running ? 1 : 0);
     }
-    void finish(const IoParameters& io, IoStatus status, ssize_t result) {
-        completed.push_back({io.cookie, status, static_cast<std::size_t>(result)});
+    void finish(const IoParameters& parameters, IoStatus status, ssize_t result) {
+        completed.push_back({parameters.cookie, status, static_cast<std::size_t>(result)});
         changed.notify_all();
     }
 };
@@ -59,18 +59,23 @@ Batches& batches() {
 }
 
 BatchRef find_batch(BatchHandle handle) {
-    Batches& state = batches();
-    std::lock_guard lock(state.mutex);
-    const auto entry = state.open.find(reinterpret_cast<std::uint64_t>(handle));
-    if (entry == state.open.end()) {
+    Batches& batch_table = batches();
+    std::lock_guard lock(batch_table.mutex);
+    const auto entry = batch_table.open.find(reinterpret_cast<std::uint64_t>(handle));
+    if (entry == batch_table.open.end()) {
         throw CufileError{invalid_value};
     }
     return entry->second;
 }
 
-Transfer to_transfer(const IoParameters& io) {
-    return {CallType::batch,      io.opcode == opcode_write, io.file, io.batch.buffer, io.batch.length_bytes,
-            io.batch.file_offset, io.batch.buffer_offset};
+Transfer make_transfer(const IoParameters& parameters) {
+    return {CallType::batch,
+            parameters.opcode == opcode_write,
+            parameters.file,
+            parameters.batch.buffer,
+            parameters.batch.length_bytes,
+            parameters.batch.file_offset,
+            parameters.batch.buffer_offset};
 }
 
 // Run the current entry, unless it is canceled while the fault plan delays it. The caller holds the lock, which this
@@ -83,14 +88,14 @@ void run_current(const BatchRef& batch, std::unique_lock<std::mutex>* lock) {
     if (!batch->current) {
         return;
     }
-    const IoParameters io = *batch->current;
+    const IoParameters parameters = *batch->current;
     batch->current.reset();
     batch->is_running = true;
     lock->unlock();
-    const ssize_t result = injected_code ? -*injected_code : execute_transfer(to_transfer(io));
+    const ssize_t result = injected_code ? -*injected_code : execute_transfer(make_transfer(parameters));
     lock->lock();
     batch->is_running = false;
-    batch->finish(io, result < 0 ? io_failed : io_complete, result);
+    batch->finish(parameters, result < 0 ? io_failed : io_complete, result);
 }
 
 void run_worker(const BatchRef& batch) {
@@ -104,24 +109,24 @@ void run_worker(const BatchRef& batch) {
     count_operation(&StatsLevel1::batch_complete_ops, true);
 }
 
-void cancel(Batch* batch) {
+void cancel_waiting_entries(Batch* batch) {
     std::lock_guard lock(batch->mutex);
     if (batch->current) {
         batch->finish(*batch->current, io_canceled, 0);
         batch->current.reset();
     }
-    for (const IoParameters& io : batch->pending) {
-        batch->finish(io, io_canceled, 0);
+    for (const IoParameters& parameters : batch->pending) {
+        batch->finish(parameters, io_canceled, 0);
     }
     batch->pending.clear();
 }
 
-void check_parameters(const IoParameters& io) {
-    if (io.mode != mode_batch || io.batch.buffer == nullptr || io.batch.file_offset < 0 || io.batch.buffer_offset < 0 ||
-        (io.opcode != opcode_read && io.opcode != opcode_write)) {
+void check_parameters(const IoParameters& parameters) {
+    if (parameters.mode != mode_batch || parameters.batch.buffer == nullptr || parameters.batch.file_offset < 0 ||
+        parameters.batch.buffer_offset < 0 || (parameters.opcode != opcode_read && parameters.opcode != opcode_write)) {
         throw CufileError{invalid_value};
     }
-    find_file(io.file);
+    find_file(parameters.file);
 }
 
 std::optional<std::chrono::nanoseconds> parse_timeout(const timespec* timeout) {
@@ -144,12 +149,12 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSetUp(BatchHandle* handle, unsigned capac
         }
         auto batch = std::make_shared<Batch>();
         batch->capacity = capacity;
-        // A random non-canonical address, so that dereferencing the handle faults.
+        // The handle is a random non-canonical address, so that dereferencing the handle faults.
         const std::uint64_t handle_value = random_u64() >> 2 | std::uint64_t{1} << 62;
-        Batches& state = batches();
-        std::lock_guard lock(state.mutex);
+        Batches& batch_table = batches();
+        std::lock_guard lock(batch_table.mutex);
         ledger_add(batch_ledger_kind, handle_value);
-        state.open.emplace(handle_value, std::move(batch));
+        batch_table.open.emplace(handle_value, std::move(batch));
         *handle = reinterpret_cast<BatchHandle>(handle_value);
     });
     count_operation(&StatsLevel1::batch_setup_ops, result.error == success);
@@ -208,7 +213,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOGetStatus(BatchHandle handle, unsigned co
 GDRKIT_CUFILE_ENTRY Error cuFileBatchIOCancel(BatchHandle handle) {
     const Error result = run_entry("cuFileBatchIOCancel", [&] {
         require_open_driver();
-        cancel(find_batch(handle).get());
+        cancel_waiting_entries(find_batch(handle).get());
     });
     count_operation(&StatsLevel1::batch_cancel_ops, result.error == success);
     return result;
@@ -217,8 +222,8 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOCancel(BatchHandle handle) {
 GDRKIT_CUFILE_ENTRY void cuFileBatchIODestroy(BatchHandle handle) {
     BatchRef batch;
     {
-        Batches& state = batches();
-        std::lock_guard lock(state.mutex);
+        Batches& batch_table = batches();
+        std::lock_guard lock(batch_table.mutex);
         const auto handle_value = reinterpret_cast<std::uint64_t>(handle);
         if (!ledger_remove(batch_ledger_kind, handle_value)) {
             // The function returns no error code. NIXL destroys handles that it has never set up.
@@ -226,9 +231,9 @@ GDRKIT_CUFILE_ENTRY void cuFileBatchIODestroy(BatchHandle handle) {
                          handle);
             return;
         }
-        batch = state.open.extract(handle_value).mapped();
+        batch = batch_table.open.extract(handle_value).mapped();
     }
-    cancel(batch.get());
+    cancel_waiting_entries(batch.get());
     // Wait for the running transfer: the caller may free the memory after this call.
     std::unique_lock lock(batch->mutex);
     batch->changed.wait(lock, [&] { return !batch->is_running; });

@@ -32,19 +32,19 @@ Buffers& buffers() {
 }
 
 void add_registration(std::uint64_t base, std::size_t length_bytes, const MemoryLocation& location) {
-    Buffers& state = buffers();
-    std::lock_guard lock(state.mutex);
-    if (state.registered.contains(base)) {
+    Buffers& buffer_table = buffers();
+    std::lock_guard lock(buffer_table.mutex);
+    if (buffer_table.registered.contains(base)) {
         throw CufileError{memory_already_registered};
     }
     ledger_add(buffer_ledger_kind, base);
-    state.registered.emplace(base, Buffer{length_bytes, location});
+    buffer_table.registered.emplace(base, Buffer{length_bytes, location});
 }
 
 Buffer remove_registration(std::uint64_t base) {
-    Buffers& state = buffers();
-    std::lock_guard lock(state.mutex);
-    if (const auto entry = state.registered.find(base); entry != state.registered.end()) {
+    Buffers& buffer_table = buffers();
+    std::lock_guard lock(buffer_table.mutex);
+    if (const auto entry = buffer_table.registered.find(base); entry != buffer_table.registered.end()) {
         // Without a current context the real library returns success and leaves the memory pinned (observed with 1.15
         // and 1.20). The twin fails instead, so that tests notice this leak.
         require_current_context(entry->second.location);
@@ -52,17 +52,17 @@ Buffer remove_registration(std::uint64_t base) {
     if (!ledger_remove(buffer_ledger_kind, base)) {
         throw CufileError{memory_not_registered};
     }
-    return state.registered.extract(base).mapped();
+    return buffer_table.registered.extract(base).mapped();
 }
 
 } // namespace
 
 bool check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
                       const MemoryLocation& location) {
-    Buffers& state = buffers();
-    std::lock_guard lock(state.mutex);
-    const auto entry = state.registered.find(base);
-    if (entry == state.registered.end()) {
+    Buffers& buffer_table = buffers();
+    std::lock_guard lock(buffer_table.mutex);
+    const auto entry = buffer_table.registered.find(base);
+    if (entry == buffer_table.registered.end()) {
         return false;
     }
     if (entry->second.location.buffer_id != location.buffer_id) {
@@ -75,12 +75,12 @@ bool check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_
 }
 
 void drop_buffers() {
-    Buffers& state = buffers();
-    std::lock_guard lock(state.mutex);
-    for (const auto& [base, buffer] : state.registered) {
+    Buffers& buffer_table = buffers();
+    std::lock_guard lock(buffer_table.mutex);
+    for (const auto& [base, buffer] : buffer_table.registered) {
         static_cast<void>(ledger_remove(buffer_ledger_kind, base));
     }
-    state.registered.clear();
+    buffer_table.registered.clear();
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t length_bytes, int flags) {

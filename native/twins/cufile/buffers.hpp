@@ -8,11 +8,11 @@
 
 namespace gdrkit::twin::cufile {
 
-// Return whether a buffer is registered at `base`, and check the range of a transfer against it. Throws CufileError:
+// Return whether a buffer is registered at `base`, and check the range of a transfer against it. Throw CufileError:
 // invalid_mapping_range if the range exceeds the buffer, cuda_pointer_invalid if the buffer's memory was freed.
 bool check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
                       const MemoryLocation& location);
-// Drop all registrations; called when the driver is closed.
+// Drop all registrations. cuFileDriverClose calls this function.
 void drop_buffers();
 
 } // namespace gdrkit::twin::cufile

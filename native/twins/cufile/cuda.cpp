@@ -68,7 +68,8 @@ bool resolve_symbols(void* library, CudaDriver* driver) {
            find_symbol(library, "cuMemcpyDtoHAsync_v2", &driver->cuMemcpyDtoHAsync_v2);
 }
 
-// Return the functions of this process's libcuda. It is opened once; a failed attempt is repeated at the next call.
+// Return the functions of this process's libcuda. The library is opened once; a failed attempt is repeated at the next
+// call.
 const CudaDriver& cuda() {
     static std::mutex mutex;
     static const CudaDriver* driver = nullptr;
@@ -151,11 +152,12 @@ void check_allocated(u64 address, std::size_t length_bytes) {
     const u64 end = address + length_bytes;
     while (address < end) {
         u64 base = 0;
-        std::size_t size = 0;
-        if (cuda().cuMemGetAddressRange_v2(&base, &size, address) != 0 || address < base || address - base >= size) {
+        std::size_t size_bytes = 0;
+        if (cuda().cuMemGetAddressRange_v2(&base, &size_bytes, address) != 0 || address < base ||
+            address - base >= size_bytes) {
             throw CufileError{cuda_pointer_range_error};
         }
-        address = base + size;
+        address = base + size_bytes;
     }
 }
 
@@ -173,9 +175,9 @@ MemoryLocation find_location_of_stream(Stream stream) {
     throw CufileError{invalid_value};
 }
 
-void launch_host_function(const MemoryLocation& location, Stream stream, void (*function)(void*), void* data) {
+void launch_host_function(const MemoryLocation& location, Stream stream, void (*function)(void*), void* argument) {
     const ScopedContext scoped_context(location);
-    check_result(cuda().cuLaunchHostFunc(stream, function, data));
+    check_result(cuda().cuLaunchHostFunc(stream, function, argument));
 }
 
 ScopedContext::ScopedContext(const MemoryLocation& location) {
@@ -210,13 +212,13 @@ DeviceCopier::~DeviceCopier() {
     cuda().cuStreamDestroy_v2(stream_);
 }
 
-void DeviceCopier::to_device(u64 to, const void* from, std::size_t length_bytes) const {
-    check_result(cuda().cuMemcpyHtoDAsync_v2(to, from, length_bytes, stream_));
+void DeviceCopier::copy_to_device(u64 target, const void* source, std::size_t length_bytes) const {
+    check_result(cuda().cuMemcpyHtoDAsync_v2(target, source, length_bytes, stream_));
     check_result(cuda().cuStreamSynchronize(stream_));
 }
 
-void DeviceCopier::from_device(void* to, u64 from, std::size_t length_bytes) const {
-    check_result(cuda().cuMemcpyDtoHAsync_v2(to, from, length_bytes, stream_));
+void DeviceCopier::copy_from_device(void* target, u64 source, std::size_t length_bytes) const {
+    check_result(cuda().cuMemcpyDtoHAsync_v2(target, source, length_bytes, stream_));
     check_result(cuda().cuStreamSynchronize(stream_));
 }
 

@@ -18,7 +18,7 @@ struct MemoryLocation {
     std::uint64_t buffer_id = 0;
 };
 
-// Call cuInit and return the UUIDs of all devices, in the order of their ordinals. Throws CufileError
+// Call cuInit and return the UUIDs of all devices, in the order of their ordinals. Throw CufileError
 // (cuda_driver_error) if the driver cannot be used.
 std::vector<std::array<std::uint8_t, 16>> initialize_cuda();
 
@@ -28,20 +28,21 @@ MemoryLocation find_location(std::uint64_t address);
 // Return whether any context is current in the calling thread.
 bool has_current_context();
 
-// Throws CufileError (cuda_driver_error with CUDA_ERROR_INVALID_CONTEXT) for device memory if no context is current.
+// Throw CufileError (cuda_driver_error with CUDA_ERROR_INVALID_CONTEXT) if the location is device memory and no context
+// is current.
 void require_current_context(const MemoryLocation& location);
 
-// Throws CufileError (cuda_pointer_range_error) unless the whole range is allocated device memory.
+// Throw CufileError (cuda_pointer_range_error) unless the whole range is allocated device memory.
 void check_allocated(std::uint64_t address, std::size_t length_bytes);
 
-// Return the device of the stream, as a location without an address. Throws CufileError (invalid_value) if no device
-// has such a stream.
+// Return a location that contains only the device of the stream. Throw CufileError (invalid_value) if no device has
+// such a stream.
 MemoryLocation find_location_of_stream(Stream stream);
 
-// Queue a call of function(data) in the stream. Throws CufileError.
-void launch_host_function(const MemoryLocation& location, Stream stream, void (*function)(void*), void* data);
+// Queue a call of function(argument) in the stream. Throw CufileError if the driver refuses the call.
+void launch_host_function(const MemoryLocation& location, Stream stream, void (*function)(void*), void* argument);
 
-// Makes a context of the location's device current in this thread for the lifetime of the object.
+// An object that makes a context of the location's device current in this thread during its lifetime.
 class ScopedContext {
 public:
     explicit ScopedContext(const MemoryLocation& location);
@@ -61,8 +62,8 @@ public:
     DeviceCopier& operator=(const DeviceCopier&) = delete;
     ~DeviceCopier();
     // Copy the bytes and wait for the copy. Both functions throw CufileError.
-    void to_device(std::uint64_t to, const void* from, std::size_t length_bytes) const;
-    void from_device(void* to, std::uint64_t from, std::size_t length_bytes) const;
+    void copy_to_device(std::uint64_t target, const void* source, std::size_t length_bytes) const;
+    void copy_from_device(void* target, std::uint64_t source, std::size_t length_bytes) const;
 
 private:
     const ScopedContext scoped_context_;

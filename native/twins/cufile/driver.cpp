@@ -16,7 +16,7 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-std::atomic<std::uint64_t> properties_calls = 0;
+std::atomic<std::uint64_t> properties_call_count = 0;
 
 struct DriverState {
     std::mutex mutex;
@@ -32,47 +32,48 @@ DriverState& driver() {
     return *instance;
 }
 
-// Open the driver unless it is open. The caller holds the lock. Invalid environment variables and fault plans fail
-// here.
-void open_driver(DriverState* state) {
+// Open the driver unless it is open. The caller holds the lock. Throw CufileError (invalid_value) if an environment
+// variable or the fault plan is malformed.
+void open_driver(DriverState* driver_state) {
     if (!configuration_error().empty()) {
         throw CufileError{invalid_value};
     }
-    if (!state->is_driver_open) {
-        state->uuids = initialize_cuda();
-        state->compat_modes = apply_parameters();
+    if (!driver_state->is_driver_open) {
+        driver_state->uuids = initialize_cuda();
+        driver_state->compat_modes = apply_parameters();
         // Fail if no transfer would be possible: compat mode is not allowed, and no fault rule enables a direct path.
-        if (!state->compat_modes.allow_compat && !FaultSite("cufile.route").has_rule()) {
+        if (!driver_state->compat_modes.allow_compat && !FaultSite("cufile.route").has_rule()) {
             throw CufileError{driver_not_initialized};
         }
-        state->is_driver_open = true;
+        driver_state->is_driver_open = true;
     }
 }
 
 Error close_driver(std::string_view symbol) {
     return run_entry(symbol, [] {
-        DriverState& state = driver();
-        std::lock_guard lock(state.mutex);
-        if (!state.is_driver_open) {
+        DriverState& driver_state = driver();
+        std::lock_guard lock(driver_state.mutex);
+        if (!driver_state.is_driver_open) {
             throw CufileError{driver_not_initialized};
         }
-        if (state.use_count > 1) {
-            --state.use_count;
+        if (driver_state.use_count > 1) {
+            --driver_state.use_count;
             return;
         }
-        if (state.operations_in_progress > 0) {
+        if (driver_state.operations_in_progress > 0) {
             throw CufileError{driver_closing};
         }
-        // Registrations end with the driver; deregistering one later is a double release.
+        // Registrations end with the driver, so a later deregistration counts as a double release.
         drop_files();
         drop_buffers();
-        state.use_count = 0;
-        state.is_driver_open = false;
+        driver_state.use_count = 0;
+        driver_state.is_driver_open = false;
     });
 }
 
-// Body of the older functions that set a parameter. They have no effect while the driver is open.
-Error set_while_closed(std::string_view symbol, SizeParameter index, std::size_t value) {
+// Run an older function that sets a parameter, such as cuFileDriverSetMaxCacheSize. These functions have no effect
+// while the driver is open.
+Error set_parameter_if_closed(std::string_view symbol, SizeParameter index, std::size_t value) {
     return run_entry(symbol, [&] {
         if (!is_open()) {
             set_size_parameter(index, value);
@@ -83,15 +84,15 @@ Error set_while_closed(std::string_view symbol, SizeParameter index, std::size_t
 } // namespace
 
 void ensure_open() {
-    DriverState& state = driver();
-    std::lock_guard lock(state.mutex);
-    open_driver(&state);
+    DriverState& driver_state = driver();
+    std::lock_guard lock(driver_state.mutex);
+    open_driver(&driver_state);
 }
 
 bool is_open() {
-    DriverState& state = driver();
-    std::lock_guard lock(state.mutex);
-    return state.is_driver_open;
+    DriverState& driver_state = driver();
+    std::lock_guard lock(driver_state.mutex);
+    return driver_state.is_driver_open;
 }
 
 void require_open_driver() {
@@ -101,42 +102,42 @@ void require_open_driver() {
 }
 
 CompatModes get_compat_modes() {
-    DriverState& state = driver();
-    std::lock_guard lock(state.mutex);
-    return state.compat_modes;
+    DriverState& driver_state = driver();
+    std::lock_guard lock(driver_state.mutex);
+    return driver_state.compat_modes;
 }
 
 std::uint64_t count_properties_calls() {
-    return properties_calls;
+    return properties_call_count;
 }
 
 std::vector<std::array<std::uint8_t, 16>> get_device_uuids() {
-    DriverState& state = driver();
-    std::lock_guard lock(state.mutex);
-    return state.uuids;
+    DriverState& driver_state = driver();
+    std::lock_guard lock(driver_state.mutex);
+    return driver_state.uuids;
 }
 
 OperationInProgress::OperationInProgress() {
-    DriverState& state = driver();
-    std::lock_guard lock(state.mutex);
-    if (!state.is_driver_open) {
+    DriverState& driver_state = driver();
+    std::lock_guard lock(driver_state.mutex);
+    if (!driver_state.is_driver_open) {
         throw CufileError{driver_not_initialized};
     }
-    ++state.operations_in_progress;
+    ++driver_state.operations_in_progress;
 }
 
 OperationInProgress::~OperationInProgress() {
-    DriverState& state = driver();
-    std::lock_guard lock(state.mutex);
-    --state.operations_in_progress;
+    DriverState& driver_state = driver();
+    std::lock_guard lock(driver_state.mutex);
+    --driver_state.operations_in_progress;
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverOpen() {
     return run_entry("cuFileDriverOpen", [] {
-        DriverState& state = driver();
-        std::lock_guard lock(state.mutex);
-        open_driver(&state);
-        ++state.use_count;
+        DriverState& driver_state = driver();
+        std::lock_guard lock(driver_state.mutex);
+        open_driver(&driver_state);
+        ++driver_state.use_count;
     });
 }
 
@@ -149,9 +150,9 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverClose_v2() {
 }
 
 GDRKIT_CUFILE_ENTRY long cuFileUseCount() {
-    DriverState& state = driver();
-    std::lock_guard lock(state.mutex);
-    return state.use_count;
+    DriverState& driver_state = driver();
+    std::lock_guard lock(driver_state.mutex);
+    return driver_state.use_count;
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetVersion(int* version) {
@@ -168,7 +169,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverGetProperties(DriverProperties* properties
         if (properties == nullptr) {
             throw CufileError{invalid_value};
         }
-        ++properties_calls;
+        ++properties_call_count;
         // nvidia-fs is not loaded: version 0.0, and no supported file systems.
         *properties = {};
         const bool allows_compat = is_open() ? get_compat_modes().allow_compat : get_bool_parameter(bool_allow_compat);
@@ -195,15 +196,15 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverSetPollMode(bool poll, std::size_t thresho
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverSetMaxDirectIOSize(std::size_t size_kb) {
-    return set_while_closed("cuFileDriverSetMaxDirectIOSize", size_max_direct_io_kb, size_kb);
+    return set_parameter_if_closed("cuFileDriverSetMaxDirectIOSize", size_max_direct_io_kb, size_kb);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverSetMaxCacheSize(std::size_t size_kb) {
-    return set_while_closed("cuFileDriverSetMaxCacheSize", size_max_device_cache_kb, size_kb);
+    return set_parameter_if_closed("cuFileDriverSetMaxCacheSize", size_max_device_cache_kb, size_kb);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverSetMaxPinnedMemSize(std::size_t size_kb) {
-    return set_while_closed("cuFileDriverSetMaxPinnedMemSize", size_max_pinned_kb, size_kb);
+    return set_parameter_if_closed("cuFileDriverSetMaxPinnedMemSize", size_max_pinned_kb, size_kb);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetBARSizeInKB(int device, std::size_t* size_kb) {

@@ -11,24 +11,24 @@ namespace gdrkit::twin::cufile {
 
 // Settings of compat mode, in which the bytes of a transfer move through host memory.
 struct CompatModes {
-    bool allow_compat = true;  // else a transfer that cannot take a direct path fails
-    bool force_compat = false; // every transfer uses compat mode
+    bool allow_compat = true;  // false: a transfer that cannot take a direct path fails
+    bool force_compat = false; // true: every transfer uses compat mode
 };
 
 // Open the driver if it is closed. The use count stays the same. The first registration opens the driver in this way.
 void ensure_open();
-// Throws CufileError (driver_not_initialized) unless the driver is open.
+// Throw CufileError (driver_not_initialized) unless the driver is open.
 void require_open_driver();
 [[nodiscard]] bool is_open();
 
-// Settings and devices that were determined when the driver was opened.
+// Return the settings, and the UUIDs of the devices, that were determined when the driver was opened.
 [[nodiscard]] CompatModes get_compat_modes();
 [[nodiscard]] std::vector<std::array<std::uint8_t, 16>> get_device_uuids();
 
-// Number of calls of cuFileDriverGetProperties in this process.
+// Return the number of calls of cuFileDriverGetProperties in this process.
 [[nodiscard]] std::uint64_t count_properties_calls();
 
-// Keeps the driver from being closed during a transfer, queued work of a stream or an unfinished batch.
+// An object that keeps the driver from being closed during a transfer, queued work of a stream or an unfinished batch.
 class OperationInProgress {
 public:
     OperationInProgress();

@@ -18,7 +18,8 @@ struct CufileError {
     int cuda_error = 0;
 };
 
-// Return the error text of the environment variables or the fault plan; empty if both are valid. They are read once.
+// Return the error text of the environment variables or the fault plan; empty if both are valid. Both are read only
+// once.
 const std::string_view& configuration_error();
 
 // Count the call and return the code that the fault plan injects, or 0.

@@ -39,8 +39,8 @@ Files& files() {
     return *instance;
 }
 
-// Return whether udev's database describes the block device as one with a file system. The real library
-// does not register a file whose device has no entry there (observed with cuFile 1.15 on an H200).
+// Return whether udev's database describes the block device as a device with a file system. The real library does not
+// register a file whose device has no entry there (observed with cuFile 1.15 on an H200).
 bool is_known_to_udev(dev_t device) {
     const std::string path = "/run/udev/data/b" + std::to_string(major(device)) + ":" + std::to_string(minor(device));
     std::ifstream file(path);
@@ -86,25 +86,25 @@ FileRef inspect_file(const Description* description) {
     file->inode = status.st_ino;
     file->is_direct = (flags & O_DIRECT) != 0;
     check_file_system(file->fd, file->device);
-    file->reopened = reopen(file->fd, flags);
-    if (!file->reopened) {
+    file->buffered_fd = reopen(file->fd, flags);
+    if (!file->buffered_fd) {
         throw CufileError{internal_error};
     }
     return file;
 }
 
 void add_registration(FileHandle* handle, FileRef file) {
-    Files& state = files();
-    std::lock_guard lock(state.mutex);
-    for (const auto& [registered_handle, registered] : state.registered) {
-        if (registered->fd == file->fd) {
+    Files& file_table = files();
+    std::lock_guard lock(file_table.mutex);
+    for (const auto& [registered_handle, registered_file] : file_table.registered) {
+        if (registered_file->fd == file->fd) {
             throw CufileError{handle_already_registered};
         }
     }
-    // A random non-canonical address, so that dereferencing the handle faults.
+    // The handle is a random non-canonical address, so that dereferencing the handle faults.
     const std::uint64_t handle_value = random_u64() >> 2 | std::uint64_t{1} << 62;
     ledger_add(handle_ledger_kind, handle_value);
-    state.registered.emplace(handle_value, std::move(file));
+    file_table.registered.emplace(handle_value, std::move(file));
     *handle = reinterpret_cast<FileHandle>(handle_value);
 }
 
@@ -113,10 +113,10 @@ void add_registration(FileHandle* handle, FileRef file) {
 FileRef find_file(FileHandle handle) {
     FileRef file;
     {
-        Files& state = files();
-        std::lock_guard lock(state.mutex);
-        const auto entry = state.registered.find(reinterpret_cast<std::uint64_t>(handle));
-        if (entry == state.registered.end()) {
+        Files& file_table = files();
+        std::lock_guard lock(file_table.mutex);
+        const auto entry = file_table.registered.find(reinterpret_cast<std::uint64_t>(handle));
+        if (entry == file_table.registered.end()) {
             throw CufileError{handle_not_registered};
         }
         file = entry->second;
@@ -129,12 +129,12 @@ FileRef find_file(FileHandle handle) {
 }
 
 void drop_files() {
-    Files& state = files();
-    std::lock_guard lock(state.mutex);
-    for (const auto& [handle_value, file] : state.registered) {
+    Files& file_table = files();
+    std::lock_guard lock(file_table.mutex);
+    for (const auto& [handle_value, file] : file_table.registered) {
         static_cast<void>(ledger_remove(handle_ledger_kind, handle_value));
     }
-    state.registered.clear();
+    file_table.registered.clear();
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileHandleRegister(FileHandle* handle, Description* description) {
@@ -151,15 +151,15 @@ GDRKIT_CUFILE_ENTRY Error cuFileHandleRegister(FileHandle* handle, Description* 
 
 GDRKIT_CUFILE_ENTRY void cuFileHandleDeregister(FileHandle handle) {
     const auto handle_value = reinterpret_cast<std::uint64_t>(handle);
-    Files& state = files();
-    std::lock_guard lock(state.mutex);
+    Files& file_table = files();
+    std::lock_guard lock(file_table.mutex);
     // This function cannot report an error, so an invalid handle ends the process, like a double release.
     if (!ledger_remove(handle_ledger_kind, handle_value)) {
         std::fprintf(stderr, "gdrkit twin: cuFileHandleDeregister(%p): not a file handle, or already deregistered\n",
                      handle);
         std::abort();
     }
-    state.registered.erase(handle_value);
+    file_table.registered.erase(handle_value);
     count_operation(&StatsLevel1::handle_deregister_ops, true);
 }
 

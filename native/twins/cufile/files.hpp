@@ -15,14 +15,14 @@ struct File {
     dev_t device = 0;
     ino_t inode = 0;
     bool is_direct = false; // the caller's descriptor was opened with O_DIRECT
-    Fd reopened;            // the same file without O_DIRECT, because the twin's transfers go through the host
+    Fd buffered_fd;         // the same file without O_DIRECT, because the twin's transfers go through the host
 };
 using FileRef = std::shared_ptr<const File>;
 
-// Find a registered file. Return nullptr if the caller's descriptor no longer refers to that file. Throws CufileError
+// Find a registered file. Return nullptr if the caller's descriptor no longer refers to that file. Throw CufileError
 // (handle_not_registered) for an invalid handle.
 FileRef find_file(FileHandle handle);
-// Drop all registrations; called when the driver is closed.
+// Drop all registrations. cuFileDriverClose calls this function.
 void drop_files();
 
 } // namespace gdrkit::twin::cufile

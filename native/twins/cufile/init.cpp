@@ -18,8 +18,8 @@ using namespace gdrkit::twin;
 namespace gdrkit::twin::cufile {
 namespace {
 
-// Every implemented function of functions.def is a fault point. `implemented`, `nothing` and `unsupported` are values
-// of the last argument of X there.
+// functions.def lists every function as X(symbol, kind). Each kind is a macro here: `implemented` expands to a fault
+// point, `nothing` and `unsupported` expand to nothing.
 #define implemented(symbol) {#symbol, FaultKind::status, max_status},
 #define nothing(symbol)
 #define unsupported(symbol)
@@ -69,11 +69,11 @@ GDRKIT_UNSUPPORTED(cuFileSetParameterGpuBounceBufferSlabArray)
 
 } // namespace gdrkit::twin::cufile
 
-extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size) {
+extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size_bytes) {
     const std::string json = "{\"library\":\"cufile\",\"handles\":" + ledger_json() +
                              ",\"calls\":" + format_calls_json() + ",\"delayed\":" + format_delayed_calls_json() +
                              ",\"seed\":" + std::to_string(config().seed) + "}";
-    return std::snprintf(buffer, size, "%s", json.c_str());
+    return std::snprintf(buffer, size_bytes, "%s", json.c_str());
 }
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_faults(const char* plan) {

@@ -1,4 +1,4 @@
-// Configuration parameters: set by calls, the environment and cufile.json.
+// Configuration parameters of cuFile, which calls, environment variables and cufile.json can set.
 
 #include "cufile/parameters.hpp"
 
@@ -81,14 +81,15 @@ std::string read_configuration() {
     return text;
 }
 
-// Return the value after "key":. Only numbers and flags are read, and their keys occur once in the file.
+// Return the value of a key in cufile.json, or an empty text. A text search is enough, because the twin reads only
+// numbers and flags, whose keys occur once in the file.
 std::string find_json_value(std::string_view text, std::string_view key) {
-    const std::string quoted = "\"" + std::string(key) + "\"";
-    const auto entry = text.find(quoted);
+    const std::string quoted_key = "\"" + std::string(key) + "\"";
+    const auto entry = text.find(quoted_key);
     if (entry == std::string_view::npos) {
         return "";
     }
-    const auto begin = text.find_first_not_of(" \t:", entry + quoted.size());
+    const auto begin = text.find_first_not_of(" \t:", entry + quoted_key.size());
     if (begin == std::string_view::npos) {
         return "";
     }
@@ -108,13 +109,13 @@ bool resolve_bool(const std::optional<bool>& value_of_call, const char* variable
 }
 
 template <typename Value>
-Error get_parameter(std::string_view symbol, Value* value, int index, int count, Value (*value_of)(int)) {
+Error get_parameter(std::string_view symbol, Value* value, int index, int count, Value (*read_value)(int)) {
     return run_entry(symbol, [&] {
         if (value == nullptr || index < 0 || index >= count ||
             (count == bool_parameter_count && index == removed_bool_parameter)) {
             throw CufileError{invalid_value};
         }
-        *value = value_of(index);
+        *value = read_value(index);
     });
 }
 
@@ -127,23 +128,23 @@ void require_driver_closed() {
 } // namespace
 
 std::size_t get_size_parameter(int index) {
-    Parameters& state = parameters();
-    std::lock_guard lock(state.mutex);
-    return state.size_values[index].value_or(size_limits[index].default_value);
+    Parameters& all_parameters = parameters();
+    std::lock_guard lock(all_parameters.mutex);
+    return all_parameters.size_values[index].value_or(size_limits[index].default_value);
 }
 
 bool get_bool_parameter(int index) {
-    Parameters& state = parameters();
-    std::lock_guard lock(state.mutex);
-    return state.bool_values[index].value_or(bool_defaults[index]);
+    Parameters& all_parameters = parameters();
+    std::lock_guard lock(all_parameters.mutex);
+    return all_parameters.bool_values[index].value_or(bool_defaults[index]);
 }
 
 namespace {
 
 void store_size_parameter(int index, std::size_t value) {
-    Parameters& state = parameters();
-    std::lock_guard lock(state.mutex);
-    state.size_values[index] = value;
+    Parameters& all_parameters = parameters();
+    std::lock_guard lock(all_parameters.mutex);
+    all_parameters.size_values[index] = value;
 }
 
 } // namespace
@@ -157,30 +158,30 @@ void set_size_parameter(int index, std::size_t value) {
 }
 
 void set_bool_parameter(int index, bool value) {
-    Parameters& state = parameters();
-    std::lock_guard lock(state.mutex);
-    state.bool_values[index] = value;
+    Parameters& all_parameters = parameters();
+    std::lock_guard lock(all_parameters.mutex);
+    all_parameters.bool_values[index] = value;
 }
 
 CompatModes apply_parameters() {
     const std::string config_text = read_configuration();
-    Parameters& state = parameters();
-    std::lock_guard lock(state.mutex);
+    Parameters& all_parameters = parameters();
+    std::lock_guard lock(all_parameters.mutex);
     CompatModes modes;
     modes.allow_compat =
-        resolve_bool(state.bool_values[bool_allow_compat], "CUFILE_ALLOW_COMPAT_MODE",
+        resolve_bool(all_parameters.bool_values[bool_allow_compat], "CUFILE_ALLOW_COMPAT_MODE",
                      find_json_value(config_text, "allow_compat_mode"), bool_defaults[bool_allow_compat]);
     modes.force_compat =
-        resolve_bool(state.bool_values[bool_force_compat], "CUFILE_FORCE_COMPAT_MODE",
+        resolve_bool(all_parameters.bool_values[bool_force_compat], "CUFILE_FORCE_COMPAT_MODE",
                      find_json_value(config_text, "force_compat_mode"), bool_defaults[bool_force_compat]);
     // From now on get_bool_parameter returns the effective values.
-    state.bool_values[bool_allow_compat] = modes.allow_compat;
-    state.bool_values[bool_force_compat] = modes.force_compat;
+    all_parameters.bool_values[bool_allow_compat] = modes.allow_compat;
+    all_parameters.bool_values[bool_force_compat] = modes.force_compat;
     const char* const level_variable = std::getenv("CUFILE_STATS_LEVEL");
     const std::string requested_level =
         level_variable != nullptr ? level_variable : find_json_value(config_text, "cufile_stats");
-    if (state.size_values[size_profile_stats]) {
-        set_default_level(static_cast<int>(*state.size_values[size_profile_stats]));
+    if (all_parameters.size_values[size_profile_stats]) {
+        set_default_level(static_cast<int>(*all_parameters.size_values[size_profile_stats]));
     } else if (!requested_level.empty()) {
         set_default_level(std::atoi(requested_level.c_str()));
     }
@@ -207,13 +208,13 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetParameterMinMaxValue(int index, std::size_t* 
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterString(int index, char* value, int length_bytes) {
     return run_entry("cuFileGetParameterString", [&] {
-        Parameters& state = parameters();
-        std::lock_guard lock(state.mutex);
+        Parameters& all_parameters = parameters();
+        std::lock_guard lock(all_parameters.mutex);
         if (value == nullptr || index < 0 || index >= string_parameter_count || length_bytes <= 0 ||
-            state.string_values[index].size() >= static_cast<std::size_t>(length_bytes)) {
+            all_parameters.string_values[index].size() >= static_cast<std::size_t>(length_bytes)) {
             throw CufileError{invalid_value};
         }
-        std::memcpy(value, state.string_values[index].c_str(), state.string_values[index].size() + 1);
+        std::memcpy(value, all_parameters.string_values[index].c_str(), all_parameters.string_values[index].size() + 1);
     });
 }
 
@@ -223,7 +224,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterSizeT(int index, std::size_t value) 
         if (index < 0 || index >= size_parameter_count) {
             throw CufileError{invalid_value};
         }
-        // libcufile 1.15, 1.18 and 1.20 store also a value beyond the limits of cuFileGetParameterMinMaxValue.
+        // libcufile 1.15, 1.18 and 1.20 also store a value beyond the limits of cuFileGetParameterMinMaxValue.
         store_size_parameter(index, value);
     });
 }
@@ -244,9 +245,9 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterString(int index, const char* value)
         if (value == nullptr || index < 0 || index >= string_parameter_count) {
             throw CufileError{invalid_value};
         }
-        Parameters& state = parameters();
-        std::lock_guard lock(state.mutex);
-        state.string_values[index] = value;
+        Parameters& all_parameters = parameters();
+        std::lock_guard lock(all_parameters.mutex);
+        all_parameters.string_values[index] = value;
     });
 }
 
@@ -257,23 +258,23 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterPosixPoolSlabArray(const std::size_t
         if (sizes_kb == nullptr || counts == nullptr || length <= 0) {
             throw CufileError{invalid_value};
         }
-        Parameters& state = parameters();
-        std::lock_guard lock(state.mutex);
-        state.slab_sizes_kb.assign(sizes_kb, sizes_kb + length);
-        state.slab_counts.assign(counts, counts + length);
+        Parameters& all_parameters = parameters();
+        std::lock_guard lock(all_parameters.mutex);
+        all_parameters.slab_sizes_kb.assign(sizes_kb, sizes_kb + length);
+        all_parameters.slab_counts.assign(counts, counts + length);
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterPosixPoolSlabArray(std::size_t* sizes_kb, std::size_t* counts, int length) {
     return run_entry("cuFileGetParameterPosixPoolSlabArray", [&] {
-        Parameters& state = parameters();
-        std::lock_guard lock(state.mutex);
+        Parameters& all_parameters = parameters();
+        std::lock_guard lock(all_parameters.mutex);
         if (sizes_kb == nullptr || counts == nullptr || length < 0 ||
-            static_cast<std::size_t>(length) != state.slab_sizes_kb.size()) {
+            static_cast<std::size_t>(length) != all_parameters.slab_sizes_kb.size()) {
             throw CufileError{invalid_value};
         }
-        std::copy(state.slab_sizes_kb.begin(), state.slab_sizes_kb.end(), sizes_kb);
-        std::copy(state.slab_counts.begin(), state.slab_counts.end(), counts);
+        std::copy(all_parameters.slab_sizes_kb.begin(), all_parameters.slab_sizes_kb.end(), sizes_kb);
+        std::copy(all_parameters.slab_counts.begin(), all_parameters.slab_counts.end(), counts);
     });
 }
 

@@ -1,4 +1,4 @@
-// Statistics of levels 1 to 3: counting, and cuFileGetStats*.
+// Implements cuFileGetStats* and counts the statistics of the levels 1 to 3.
 
 #include "cufile/statistics.hpp"
 
@@ -104,12 +104,12 @@ void count_on_gpu(GpuStats* gpu, const TransferRecord& record) {
 }
 
 // Return the counters of a device; null for host memory or a device beyond the table. The caller holds the lock.
-GpuStats* get_gpu_counters(Statistics* state, int device) {
-    return device < 0 || device >= max_gpus ? nullptr : &state->counters.gpus[device];
+GpuStats* get_gpu_counters(Statistics* all_statistics, int device) {
+    return device < 0 || device >= max_gpus ? nullptr : &all_statistics->counters.gpus[device];
 }
 
 // Copy the first `size_bytes` bytes of the level 3 structure. In a version without vectored calls, the level 1
-// structure ends before their counters, and the rest follows there.
+// structure has no counters for them, and the fields of level 2 begin where these counters would begin.
 void copy_layout_of_version(const StatsLevel3& counters, void* destination, std::size_t size_bytes) {
     constexpr std::size_t vectors_begin = offsetof(StatsLevel1, readv_ops), vectors_end = sizeof(StatsLevel1);
     if (config().cufile_version >= first_version_with_vectors) {
@@ -126,49 +126,49 @@ void copy_layout_of_version(const StatsLevel3& counters, void* destination, std:
 Error copy_statistics(std::string_view symbol, int level, void* destination, std::size_t size_bytes) {
     return run_entry(symbol, [&] {
         require_open_driver();
-        Statistics& state = statistics();
+        Statistics& all_statistics = statistics();
         const auto uuids = get_device_uuids();
-        std::lock_guard lock(state.mutex);
-        if (destination == nullptr || state.level < level) {
+        std::lock_guard lock(all_statistics.mutex);
+        if (destination == nullptr || all_statistics.level < level) {
             throw CufileError{invalid_value};
         }
-        state.counters.gpu_count = static_cast<std::uint32_t>(std::min<std::size_t>(uuids.size(), max_gpus));
-        for (std::uint32_t gpu = 0; gpu < state.counters.gpu_count; ++gpu) {
-            std::memcpy(state.counters.gpus[gpu].uuid, uuids[gpu].data(), uuids[gpu].size());
+        all_statistics.counters.gpu_count = static_cast<std::uint32_t>(std::min<std::size_t>(uuids.size(), max_gpus));
+        for (std::uint32_t gpu = 0; gpu < all_statistics.counters.gpu_count; ++gpu) {
+            std::memcpy(all_statistics.counters.gpus[gpu].uuid, uuids[gpu].data(), uuids[gpu].size());
         }
-        copy_layout_of_version(state.counters, destination, size_bytes);
+        copy_layout_of_version(all_statistics.counters, destination, size_bytes);
     });
 }
 
 } // namespace
 
 void count_transfer(const TransferRecord& record) {
-    Statistics& state = statistics();
-    std::lock_guard lock(state.mutex);
-    if (!state.is_started) {
+    Statistics& all_statistics = statistics();
+    std::lock_guard lock(all_statistics.mutex);
+    if (!all_statistics.is_started) {
         return;
     }
-    count_basic(&state.counters.detailed.basic, record);
+    count_basic(&all_statistics.counters.detailed.basic, record);
     if (record.result >= 0) {
-        auto& histogram =
-            record.is_write ? state.counters.detailed.write_size_kb : state.counters.detailed.read_size_kb;
+        auto& histogram = record.is_write ? all_statistics.counters.detailed.write_size_kb
+                                          : all_statistics.counters.detailed.read_size_kb;
         ++histogram[find_histogram_bin(static_cast<std::size_t>(record.result))];
     }
-    // The counters of a GPU do not include batches. Nor do they include vectored calls, which are batches internally
-    // (observed with 1.15 and 1.20).
-    if (GpuStats* const gpu = is_batch_transfer(record) ? nullptr : get_gpu_counters(&state, record.device)) {
+    // The counters of a GPU include neither batches nor vectored calls, which cuFile carries out as batches (observed
+    // with 1.15 and 1.20).
+    if (GpuStats* const gpu = is_batch_transfer(record) ? nullptr : get_gpu_counters(&all_statistics, record.device)) {
         count_on_gpu(gpu, record);
     }
 }
 
 void count_vectored_call(const TransferRecord& record) {
     count_operation(&StatsLevel1::batch_complete_ops, record.result >= 0);
-    Statistics& state = statistics();
-    std::lock_guard lock(state.mutex);
-    if (!state.is_started) {
+    Statistics& all_statistics = statistics();
+    std::lock_guard lock(all_statistics.mutex);
+    if (!all_statistics.is_started) {
         return;
     }
-    StatsLevel1& basic = state.counters.detailed.basic;
+    StatsLevel1& basic = all_statistics.counters.detailed.basic;
     if (record.is_write) {
         add_transfer(&basic.writev_ops, &basic.writev_bytes, &basic.writev_bw, &basic.writev_latency_average_us,
                      &basic.writev_ops_per_s, &basic.writev_latency_sum_us, record);
@@ -181,9 +181,9 @@ void count_vectored_call(const TransferRecord& record) {
 void count_registration(int device, std::size_t length_bytes, bool is_registration, bool is_success) {
     count_operation(is_registration ? &StatsLevel1::buffer_register_ops : &StatsLevel1::buffer_deregister_ops,
                     is_success);
-    Statistics& state = statistics();
-    std::lock_guard lock(state.mutex);
-    GpuStats* const gpu = state.is_started ? get_gpu_counters(&state, device) : nullptr;
+    Statistics& all_statistics = statistics();
+    std::lock_guard lock(all_statistics.mutex);
+    GpuStats* const gpu = all_statistics.is_started ? get_gpu_counters(&all_statistics, device) : nullptr;
     if (gpu == nullptr) {
         return;
     }
@@ -198,10 +198,10 @@ void count_registration(int device, std::size_t length_bytes, bool is_registrati
 }
 
 void count_operation(OpCounter StatsLevel1::*counter, bool is_success) {
-    Statistics& state = statistics();
-    std::lock_guard lock(state.mutex);
-    if (state.is_started) {
-        OpCounter& ops = state.counters.detailed.basic.*counter;
+    Statistics& all_statistics = statistics();
+    std::lock_guard lock(all_statistics.mutex);
+    if (all_statistics.is_started) {
+        OpCounter& ops = all_statistics.counters.detailed.basic.*counter;
         ++(is_success ? ops.ok : ops.err);
     }
 }
@@ -220,12 +220,12 @@ void count_batch_submission(Route route) {
 }
 
 void set_default_level(int level) {
-    Statistics& state = statistics();
-    std::lock_guard lock(state.mutex);
-    if (!state.is_level_set_by_call && level >= 0 && level <= max_level) {
-        state.level = level;
+    Statistics& all_statistics = statistics();
+    std::lock_guard lock(all_statistics.mutex);
+    if (!all_statistics.is_level_set_by_call && level >= 0 && level <= max_level) {
+        all_statistics.level = level;
         // A level from the environment or the file starts counting at once, without cuFileStatsStart.
-        state.is_started = level > 0;
+        all_statistics.is_started = level > 0;
     }
 }
 
@@ -234,10 +234,10 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetStatsLevel(int level) {
         if (level < 0 || level > max_level) {
             throw CufileError{invalid_value};
         }
-        Statistics& state = statistics();
-        std::lock_guard lock(state.mutex);
-        state.level = level;
-        state.is_level_set_by_call = true;
+        Statistics& all_statistics = statistics();
+        std::lock_guard lock(all_statistics.mutex);
+        all_statistics.level = level;
+        all_statistics.is_level_set_by_call = true;
     });
 }
 
@@ -246,39 +246,39 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetStatsLevel(int* level) {
         if (level == nullptr) {
             throw CufileError{invalid_value};
         }
-        Statistics& state = statistics();
-        std::lock_guard lock(state.mutex);
-        *level = state.level;
+        Statistics& all_statistics = statistics();
+        std::lock_guard lock(all_statistics.mutex);
+        *level = all_statistics.level;
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStatsStart() {
     return run_entry("cuFileStatsStart", [] {
         require_open_driver();
-        Statistics& state = statistics();
-        std::lock_guard lock(state.mutex);
-        if (state.level == 0) {
+        Statistics& all_statistics = statistics();
+        std::lock_guard lock(all_statistics.mutex);
+        if (all_statistics.level == 0) {
             throw CufileError{invalid_value};
         }
-        state.is_started = true;
+        all_statistics.is_started = true;
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStatsStop() {
     return run_entry("cuFileStatsStop", [] {
         require_open_driver();
-        Statistics& state = statistics();
-        std::lock_guard lock(state.mutex);
-        state.is_started = false;
+        Statistics& all_statistics = statistics();
+        std::lock_guard lock(all_statistics.mutex);
+        all_statistics.is_started = false;
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStatsReset() {
     return run_entry("cuFileStatsReset", [] {
         require_open_driver();
-        Statistics& state = statistics();
-        std::lock_guard lock(state.mutex);
-        state.counters = {};
+        Statistics& all_statistics = statistics();
+        std::lock_guard lock(all_statistics.mutex);
+        all_statistics.counters = {};
     });
 }
 

@@ -24,7 +24,7 @@ namespace {
 // Type of registered streams in the ledger of live handles (model/ledger.hpp).
 constexpr std::string_view stream_ledger_kind = "cufile_stream";
 
-// A transfer from its call until its end.
+// A transfer that was submitted and is not complete.
 struct UnfinishedTransfer {
     Stream stream = 0;
     const void* buffer = nullptr;
@@ -43,41 +43,42 @@ Streams& streams() {
 }
 
 unsigned get_registered_flags(Stream stream) {
-    Streams& state = streams();
-    std::lock_guard lock(state.mutex);
-    const auto registration = state.flags_by_stream.find(stream);
-    return registration == state.flags_by_stream.end() ? 0 : registration->second;
+    Streams& stream_table = streams();
+    std::lock_guard lock(stream_table.mutex);
+    const auto registration = stream_table.flags_by_stream.find(stream);
+    return registration == stream_table.flags_by_stream.end() ? 0 : registration->second;
 }
 
-// Keeps a transfer in the list of unfinished transfers.
+// An object that keeps a transfer in the list of unfinished transfers during its lifetime.
 class UnfinishedEntry {
 public:
     explicit UnfinishedEntry(const UnfinishedTransfer& transfer) {
-        Streams& state = streams();
-        std::lock_guard lock(state.mutex);
-        const auto other = std::ranges::find_if(state.unfinished, [&](const UnfinishedTransfer& unfinished) {
-            return unfinished.buffer == transfer.buffer && unfinished.stream != transfer.stream;
-        });
-        if (other != state.unfinished.end()) {
-            concurrent_ = other->range;
+        Streams& stream_table = streams();
+        std::lock_guard lock(stream_table.mutex);
+        const auto concurrent_transfer =
+            std::ranges::find_if(stream_table.unfinished, [&](const UnfinishedTransfer& unfinished) {
+                return unfinished.buffer == transfer.buffer && unfinished.stream != transfer.stream;
+            });
+        if (concurrent_transfer != stream_table.unfinished.end()) {
+            concurrent_range_ = concurrent_transfer->range;
         }
-        entry_ = state.unfinished.insert(state.unfinished.end(), transfer);
+        entry_ = stream_table.unfinished.insert(stream_table.unfinished.end(), transfer);
     }
     UnfinishedEntry(const UnfinishedEntry&) = delete;
     UnfinishedEntry& operator=(const UnfinishedEntry&) = delete;
     ~UnfinishedEntry() {
-        Streams& state = streams();
-        std::lock_guard lock(state.mutex);
-        state.unfinished.erase(entry_);
+        Streams& stream_table = streams();
+        std::lock_guard lock(stream_table.mutex);
+        stream_table.unfinished.erase(entry_);
     }
 
-    // When this transfer was queued, other streams may have had unfinished transfers with the same memory. Return the
-    // oldest of them, if any.
-    [[nodiscard]] const std::optional<TransferRange>& concurrent() const { return concurrent_; }
+    // Return the range of the oldest transfer of another stream that used the same memory and was unfinished when this
+    // transfer was queued, if there was any.
+    [[nodiscard]] const std::optional<TransferRange>& concurrent_range() const { return concurrent_range_; }
 
 private:
     std::list<UnfinishedTransfer>::iterator entry_;
-    std::optional<TransferRange> concurrent_;
+    std::optional<TransferRange> concurrent_range_;
 };
 
 // A queued transfer. Arguments that the stream's flags do not declare as fixed are read when the transfer starts.
@@ -90,33 +91,33 @@ struct QueuedTransfer {
     const off_t* file_offset = nullptr;
     const off_t* buffer_offset = nullptr;
     ssize_t* result = nullptr;
-    TransferRange submitted; // the values at the call
+    TransferRange submitted_range; // the values at the call
     std::uint64_t properties_call_count = cufile::count_properties_calls();
 };
 
-ssize_t run_queued(const QueuedTransfer& queued) {
+ssize_t run_queued_transfer(const QueuedTransfer& queued) {
     if (const auto code = find_injected_fault("cufile.async_io")) {
         return -*code;
     }
     const Transfer transfer{CallType::stream,
                             queued.is_write,
-                            queued.submitted.file,
+                            queued.submitted_range.file,
                             queued.buffer,
                             *queued.length_bytes,
                             *queued.file_offset,
                             *queued.buffer_offset,
-                            queued.unfinished->concurrent(),
+                            queued.unfinished->concurrent_range(),
                             queued.properties_call_count};
-    return transfer.length_bytes > queued.submitted.length_bytes ? -invalid_value : execute_transfer(transfer);
+    return transfer.length_bytes > queued.submitted_range.length_bytes ? -invalid_value : execute_transfer(transfer);
 }
 
-// Host function of the stream. A host function must not call the CUDA driver. So another thread carries out the
-// transfer, and the stream waits for that thread.
-void run_in_stream(void* data) {
-    const std::unique_ptr<QueuedTransfer> queued(static_cast<QueuedTransfer*>(data));
+// Run a queued transfer as a host function of the stream. A host function must not call the CUDA driver. So another
+// thread carries out the transfer, and the stream waits for that thread.
+void run_in_stream(void* argument) {
+    const std::unique_ptr<QueuedTransfer> queued(static_cast<QueuedTransfer*>(argument));
     std::thread worker = start_signal_blocking_thread([&queued] {
         sleep_random_delay();
-        *queued->result = run_queued(*queued);
+        *queued->result = run_queued_transfer(*queued);
     });
     worker.join();
 }
@@ -142,9 +143,9 @@ Error enqueue(std::string_view symbol, bool is_write, FileHandle file, void* buf
         queued->is_write = is_write;
         queued->buffer = buffer;
         queued->result = result;
-        queued->submitted = {file, *length_bytes, *file_offset, *buffer_offset};
-        queued->unfinished.emplace(UnfinishedTransfer{stream, buffer, queued->submitted});
-        const TransferRange& fixed = queued->submitted;
+        queued->submitted_range = {file, *length_bytes, *file_offset, *buffer_offset};
+        queued->unfinished.emplace(UnfinishedTransfer{stream, buffer, queued->submitted_range});
+        const TransferRange& fixed = queued->submitted_range;
         queued->length_bytes = (flags & fixed_file_size) != 0 ? &fixed.length_bytes : length_bytes;
         queued->file_offset = (flags & fixed_file_offset) != 0 ? &fixed.file_offset : file_offset;
         queued->buffer_offset = (flags & fixed_buffer_offset) != 0 ? &fixed.buffer_offset : buffer_offset;
@@ -172,9 +173,9 @@ GDRKIT_CUFILE_ENTRY Error cuFileStreamRegister(Stream stream, unsigned flags) {
             throw CufileError{invalid_value};
         }
         static_cast<void>(find_location_of_stream(stream)); // throws if no device has this stream
-        Streams& state = streams();
-        std::lock_guard lock(state.mutex);
-        if (!state.flags_by_stream.emplace(stream, flags).second) {
+        Streams& stream_table = streams();
+        std::lock_guard lock(stream_table.mutex);
+        if (!stream_table.flags_by_stream.emplace(stream, flags).second) {
             throw CufileError{invalid_value};
         }
         ledger_add(stream_ledger_kind, stream);
@@ -184,12 +185,12 @@ GDRKIT_CUFILE_ENTRY Error cuFileStreamRegister(Stream stream, unsigned flags) {
 GDRKIT_CUFILE_ENTRY Error cuFileStreamDeregister(Stream stream) {
     return run_entry("cuFileStreamDeregister", [&] {
         require_open_driver();
-        Streams& state = streams();
-        std::lock_guard lock(state.mutex);
+        Streams& stream_table = streams();
+        std::lock_guard lock(stream_table.mutex);
         if (!ledger_remove(stream_ledger_kind, stream)) {
             throw CufileError{invalid_value};
         }
-        state.flags_by_stream.erase(stream);
+        stream_table.flags_by_stream.erase(stream);
     });
 }
 

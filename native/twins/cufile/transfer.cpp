@@ -22,9 +22,9 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-// Direct transfers require offsets and lengths that are multiples of this.
+// Direct transfers require offsets and lengths that are multiples of this number.
 constexpr std::uint64_t direct_alignment_bytes = 4096;
-constexpr std::size_t chunk_bytes = 1 << 20;
+constexpr std::size_t max_chunk_bytes = 1 << 20;
 
 struct RouteChoice {
     Route route = Route::posix;
@@ -37,15 +37,15 @@ struct RouteChoice {
 RouteChoice choose_route(const Transfer& transfer, const File& file, const MemoryLocation& location) {
     const Route supported_route =
         static_cast<Route>(find_injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));
-    const CompatModes current_modes = get_compat_modes();
+    const CompatModes compat_modes = get_compat_modes();
     const auto combined_bits = static_cast<std::uint64_t>(transfer.file_offset) |
                                static_cast<std::uint64_t>(transfer.buffer_offset) | transfer.length_bytes;
     RouteChoice choice;
     choice.is_unaligned = combined_bits % direct_alignment_bytes != 0;
-    if (location.is_device && file.is_direct && !choice.is_unaligned && !current_modes.force_compat) {
+    if (location.is_device && file.is_direct && !choice.is_unaligned && !compat_modes.force_compat) {
         choice.route = supported_route;
     }
-    if (choice.route == Route::posix && location.is_device && !current_modes.allow_compat) {
+    if (choice.route == Route::posix && location.is_device && !compat_modes.allow_compat) {
         throw CufileError{io_not_supported};
     }
     return choice;
@@ -71,10 +71,10 @@ ssize_t pread_or_pwrite(const Transfer& transfer, int fd, void* memory, std::siz
 
 // Transfer in chunks and return the number of bytes, or -1 with errno set. If some bytes were moved before an error,
 // return their number, as pread does. The next call then reports the error.
-template <typename CopyChunk> ssize_t for_each_chunk(const Transfer& transfer, CopyChunk&& copy_chunk) {
+template <typename CopyChunk> ssize_t transfer_in_chunks(const Transfer& transfer, CopyChunk&& copy_chunk) {
     std::size_t transferred_bytes = 0;
     while (transferred_bytes < transfer.length_bytes) {
-        const std::size_t chunk_length_bytes = std::min(chunk_bytes, transfer.length_bytes - transferred_bytes);
+        const std::size_t chunk_length_bytes = std::min(max_chunk_bytes, transfer.length_bytes - transferred_bytes);
         const ssize_t moved_bytes = copy_chunk(transferred_bytes, chunk_length_bytes);
         if (moved_bytes < 0 && transferred_bytes == 0) {
             return -1;
@@ -93,18 +93,18 @@ template <typename CopyChunk> ssize_t for_each_chunk(const Transfer& transfer, C
 ssize_t transfer_device_memory(const Transfer& transfer, const File& file, const MemoryLocation& location) {
     const std::uint64_t base =
         reinterpret_cast<std::uint64_t>(transfer.buffer) + static_cast<std::uint64_t>(transfer.buffer_offset);
-    const std::unique_ptr<char[]> staging(new char[std::min(chunk_bytes, transfer.length_bytes)]);
+    const std::unique_ptr<char[]> staging(new char[std::min(max_chunk_bytes, transfer.length_bytes)]);
     const DeviceCopier copier(location);
-    return for_each_chunk(transfer, [&](std::size_t transferred_bytes, std::size_t chunk_length_bytes) {
+    return transfer_in_chunks(transfer, [&](std::size_t transferred_bytes, std::size_t chunk_length_bytes) {
         const off_t offset = transfer.file_offset + static_cast<off_t>(transferred_bytes);
         if (transfer.is_write) {
-            copier.from_device(staging.get(), base + transferred_bytes, chunk_length_bytes);
-            return pread_or_pwrite(transfer, file.reopened.get(), staging.get(), chunk_length_bytes, offset);
+            copier.copy_from_device(staging.get(), base + transferred_bytes, chunk_length_bytes);
+            return pread_or_pwrite(transfer, file.buffered_fd.get(), staging.get(), chunk_length_bytes, offset);
         }
         const ssize_t moved_bytes =
-            pread_or_pwrite(transfer, file.reopened.get(), staging.get(), chunk_length_bytes, offset);
+            pread_or_pwrite(transfer, file.buffered_fd.get(), staging.get(), chunk_length_bytes, offset);
         if (moved_bytes > 0) {
-            copier.to_device(base + transferred_bytes, staging.get(), static_cast<std::size_t>(moved_bytes));
+            copier.copy_to_device(base + transferred_bytes, staging.get(), static_cast<std::size_t>(moved_bytes));
         }
         return moved_bytes;
     });
@@ -112,8 +112,8 @@ ssize_t transfer_device_memory(const Transfer& transfer, const File& file, const
 
 ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
     char* const base = static_cast<char*>(transfer.buffer) + transfer.buffer_offset;
-    return for_each_chunk(transfer, [&](std::size_t transferred_bytes, std::size_t chunk_length_bytes) {
-        return pread_or_pwrite(transfer, file.reopened.get(), base + transferred_bytes, chunk_length_bytes,
+    return transfer_in_chunks(transfer, [&](std::size_t transferred_bytes, std::size_t chunk_length_bytes) {
+        return pread_or_pwrite(transfer, file.buffered_fd.get(), base + transferred_bytes, chunk_length_bytes,
                                transfer.file_offset + static_cast<off_t>(transferred_bytes));
     });
 }
@@ -122,18 +122,18 @@ ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
 // of their transfers. Do the same: overwrite the bytes that this transfer has stored with bytes of the concurrent
 // transfer.
 void mix_up_bytes(const Transfer& transfer, const File& file, const MemoryLocation& location, std::size_t moved_bytes) {
-    Transfer wrong = transfer;
-    wrong.length_bytes = std::min(moved_bytes, transfer.concurrent->length_bytes);
+    Transfer wrong_transfer = transfer;
+    wrong_transfer.length_bytes = std::min(moved_bytes, transfer.concurrent_range->length_bytes);
     try {
         if (transfer.is_write) {
-            wrong.buffer_offset = transfer.concurrent->buffer_offset;
-            transfer_device_memory(wrong, file, location);
-        } else if (const FileRef other_file = find_file(transfer.concurrent->file)) {
-            wrong.file_offset = transfer.concurrent->file_offset;
-            transfer_device_memory(wrong, *other_file, location);
+            wrong_transfer.buffer_offset = transfer.concurrent_range->buffer_offset;
+            transfer_device_memory(wrong_transfer, file, location);
+        } else if (const FileRef other_file = find_file(transfer.concurrent_range->file)) {
+            wrong_transfer.file_offset = transfer.concurrent_range->file_offset;
+            transfer_device_memory(wrong_transfer, *other_file, location);
         }
     } catch (const CufileError&) {
-        // The concurrent transfer is invalid, so it fails itself and has no bytes.
+        // The concurrent transfer is invalid: it fails by itself and has no bytes to mix in.
     }
 }
 
@@ -171,7 +171,7 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
         location.is_device ? transfer_device_memory(transfer, *file, location) : transfer_host_memory(transfer, *file);
     if (result > 0) {
         record_bytes(static_cast<std::uint64_t>(result));
-        if (is_compat_in_stream && is_registered && location.is_device && transfer.concurrent) {
+        if (is_compat_in_stream && is_registered && location.is_device && transfer.concurrent_range) {
             mix_up_bytes(transfer, *file, location, static_cast<std::size_t>(result));
         }
     }
@@ -187,7 +187,7 @@ ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file
         if (vectors == nullptr || count == 0 || flags != 0) {
             throw CufileError{invalid_value};
         }
-        const auto begin = std::chrono::steady_clock::now();
+        const auto start_time = std::chrono::steady_clock::now();
         std::size_t total_bytes = 0;
         for (std::size_t index = 0; index < count; ++index) {
             const Transfer transfer{CallType::vector,
@@ -211,7 +211,7 @@ ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file
         record.is_write = is_write;
         record.result = static_cast<ssize_t>(total_bytes);
         record.duration =
-            std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin);
+            std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start_time);
         count_vectored_call(record);
         return record.result;
     });
@@ -221,7 +221,7 @@ ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file
 
 ssize_t run_transfer(const Transfer& transfer) {
     const OperationInProgress operation_in_progress;
-    const auto begin = std::chrono::steady_clock::now();
+    const auto start_time = std::chrono::steady_clock::now();
     TransferRecord record;
     record.call_type = transfer.call_type;
     record.is_write = transfer.is_write;
@@ -233,7 +233,8 @@ ssize_t run_transfer(const Transfer& transfer) {
         throw;
     }
     const int saved_errno = errno;
-    record.duration = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin);
+    record.duration =
+        std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start_time);
     count_transfer(record);
     if ((transfer.call_type == CallType::batch || transfer.call_type == CallType::vector) && record.result >= 0) {
         count_batch_submission(record.route);

@@ -28,14 +28,14 @@ struct Transfer {
     std::size_t length_bytes = 0;
     off_t file_offset = 0;
     off_t buffer_offset = 0;
-    // A transfer of another stream with the same memory, which was unfinished when this one was queued.
-    std::optional<TransferRange> concurrent = std::nullopt;
+    // The range of a transfer of another stream with the same memory that was unfinished when this transfer was queued.
+    std::optional<TransferRange> concurrent_range = std::nullopt;
     // The value of count_properties_calls() when this transfer was queued on a stream.
     std::uint64_t properties_call_count = 0;
 };
 
 // Carry out a transfer and count it. Return the number of bytes, or -1 with errno set if the file operation failed.
-// Throws CufileError for all other errors.
+// Throw CufileError for all other errors.
 ssize_t run_transfer(const Transfer& transfer);
 
 // Carry out a transfer whose result is stored for the caller. Return the number of bytes, -errno, or a negative

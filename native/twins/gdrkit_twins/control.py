@@ -1,7 +1,7 @@
 """Query the state of the twins that are loaded in this process, and replace their fault plans.
 
 These functions load no library. They search the memory map of the process for the twins, and use a library only if it
-exports the two functions of the control interface.
+exports ``gdrkit_twin_ledger``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def loaded(api: str) -> ctypes.CDLL | None:
 
 
 def ledger(api: str) -> dict[str, object] | None:
-    """Return the state of the twin of `api` (see control.h): live handles, calls by function, the seed and others.
+    """Return the state of the twin of `api` (see control.h): live handles, calls of each function, the seed and more.
 
     Return None if no twin of `api` is loaded.
     """
@@ -76,6 +76,6 @@ def set_faults(api: str, plan: str) -> None:
     library = loaded(api)
     if library is None:
         raise OSError(errno.ENOENT, "no twin is loaded in this process", api)
-    code = int(library.gdrkit_twin_faults(plan.encode()))
-    if code != 0:
-        raise OSError(code, "malformed fault plan", plan)
+    error_number = int(library.gdrkit_twin_faults(plan.encode()))
+    if error_number != 0:
+        raise OSError(error_number, "malformed fault plan", plan)

@@ -137,9 +137,9 @@ DeviceRef find_device(int fd, int* error) {
         *error = EBADF;
         return nullptr;
     }
-    DeviceTable& state = device_table();
-    std::lock_guard lock(state.mutex);
-    for (const OpenDevice& open_device : state.open_devices) {
+    DeviceTable& table = device_table();
+    std::lock_guard lock(table.mutex);
+    for (const OpenDevice& open_device : table.open_devices) {
         if (open_device.filesystem == status.st_dev && open_device.inode == status.st_ino) {
             *error = open_device.owner_pid == getpid() ? 0 : ENODEV;
             return open_device.owner_pid == getpid() ? open_device.device : nullptr;
@@ -150,7 +150,7 @@ DeviceRef find_device(int fd, int* error) {
     return nullptr;
 }
 
-bool find_index(int fd, unsigned* index, int* error) {
+bool find_device_index(int fd, unsigned* index, int* error) {
     char target[128];
     const std::string_view link = read_fd_link(fd, target);
     if (link.starts_with(control_file_name_prefix)) {
@@ -187,9 +187,9 @@ int open_device(unsigned index) {
     }
     OpenDevice new_device{nullptr, getpid(), status.st_dev, status.st_ino};
     new_device.device = std::make_shared<Device>(index, std::move(file), std::move(reservation));
-    DeviceTable& state = device_table();
-    std::lock_guard lock(state.mutex);
-    state.open_devices.push_back(std::move(new_device));
+    DeviceTable& table = device_table();
+    std::lock_guard lock(table.mutex);
+    table.open_devices.push_back(std::move(new_device));
     return client_fd;
 }
 
@@ -199,10 +199,10 @@ int open_control_device(unsigned index) {
 
 void close_unreferenced_devices() {
     std::vector<OpenDevice> unreferenced_devices; // destroyed after the lock is released
-    DeviceTable& state = device_table();
+    DeviceTable& table = device_table();
     {
-        std::lock_guard lock(state.mutex);
-        std::erase_if(state.open_devices, [&](OpenDevice& open_device) {
+        std::lock_guard lock(table.mutex);
+        std::erase_if(table.open_devices, [&](OpenDevice& open_device) {
             if (open_device.owner_pid != getpid() || open_device.device->is_in_use()) {
                 return false;
             }
@@ -213,16 +213,16 @@ void close_unreferenced_devices() {
 }
 
 std::size_t count_open_devices() {
-    DeviceTable& state = device_table();
-    std::lock_guard lock(state.mutex);
-    return state.open_devices.size();
+    DeviceTable& table = device_table();
+    std::lock_guard lock(table.mutex);
+    return table.open_devices.size();
 }
 
 std::size_t count_live_exports() {
-    DeviceTable& state = device_table();
-    std::lock_guard lock(state.mutex);
+    DeviceTable& table = device_table();
+    std::lock_guard lock(table.mutex);
     std::size_t count = 0;
-    for (const OpenDevice& open_device : state.open_devices) {
+    for (const OpenDevice& open_device : table.open_devices) {
         count += open_device.device->count_live_exports();
     }
     return count;

@@ -128,11 +128,11 @@ private:
 using DeviceRef = std::shared_ptr<Device>;
 
 // Find the open device of a descriptor. On failure return null and set *error. EBADF: the descriptor is not open.
-// ENOTTY: it is not a descriptor of a device. ENODEV: the device belongs to another process.
+// ENOTTY: the descriptor does not refer to a device. ENODEV: the device belongs to another process.
 DeviceRef find_device(int fd, int* error);
 // Find the index of the device to which a descriptor of a device or of a control device belongs. Return false and set
 // *error as find_device does.
-bool find_index(int fd, unsigned* index, int* error);
+bool find_device_index(int fd, unsigned* index, int* error);
 
 // Open a device with a new context. Return the client's descriptor. Return -EBUSY if another process has the device
 // open, and -ENOENT if there is no such device.

@@ -27,8 +27,8 @@ bool is_in_bar(std::uint64_t physical_address, std::uint64_t length_bytes) {
                      properties().dram_base + properties().bar_bytes());
 }
 
-// First Gaudi: export by physical address. The driver has no allocations of this device, so only the bounds are
-// checked.
+// Export by physical address, as programs do on the first Gaudi. Its driver keeps no record of allocations, so only the
+// bounds are checked.
 int export_physical(Device* device, const ExportRequest& request) {
     const Properties& device_properties = properties();
     if (request.offset != 0 || !is_aligned(request) ||
@@ -49,8 +49,8 @@ int export_physical(Device* device, const ExportRequest& request) {
     return fd;
 }
 
-// Later generations: export by mapped address. The address must be the begin of a mapping of device memory, and all
-// pages of that memory must be in the BAR.
+// Export by mapped address, as programs do on later generations. The address must be the start of a mapping of device
+// memory, and all pages of that memory must be in the BAR.
 int export_mapped(Device* device, const ExportRequest& request) {
     const auto entry = device->mappings.find(request.address);
     if (entry == device->mappings.end() || !entry->second.allocation || !is_aligned(request)) {

@@ -36,9 +36,9 @@ std::uint64_t round_up_from_base(std::uint64_t base, std::uint64_t address, std:
     return base + round_up(address - base, alignment);
 }
 
-// Return the lowest address in [base, end) with `length_bytes` free bytes, or 0 if there is none. So a freed address
-// is soon used again. `used_ranges` maps the begin of each used range to a value from which `length_of` computes the
-// length.
+// Return the lowest address in [base, end) with `length_bytes` free bytes, or 0 if there is none. So a freed address is
+// soon used again. `used_ranges` maps the start of each used range to a value; `length_of` computes the length of the
+// range from this map entry.
 template <typename Ranges>
 std::uint64_t find_lowest_gap(const Ranges& used_ranges, std::uint64_t base, std::uint64_t end,
                               std::uint64_t length_bytes, std::uint64_t alignment, auto&& length_of) {
@@ -113,9 +113,9 @@ int free_allocation(Device* device, std::uint64_t handle) {
     return 0;
 }
 
-// Return the size of the pages of a mapping. `node` is an element of Device::mappings.
-std::uint64_t count_mapped_bytes(const auto& node) {
-    return round_up(node.second.length_bytes + node.first % host_page_bytes, host_page_bytes);
+// Return the size of a mapping in whole host pages, in bytes. `mapping_entry` is an element of Device::mappings.
+std::uint64_t count_mapped_bytes(const auto& mapping_entry) {
+    return round_up(mapping_entry.second.length_bytes + mapping_entry.first % host_page_bytes, host_page_bytes);
 }
 
 bool is_range_free(const Device& device, std::uint64_t begin, std::uint64_t length_bytes) {
@@ -136,12 +136,13 @@ int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint, std
     const Properties& device_properties = properties();
     // The range of device addresses is larger than the memory, because an allocation can be mapped several times.
     const std::uint64_t base = device_properties.dram_virtual_base, end = base + 16 * device_properties.dram_bytes;
-    const bool hint_fits = hint >= base && hint < end && (hint - base) % allocation->page_bytes == 0 &&
-                           allocation->total_bytes <= end - hint &&
-                           is_range_free(*device, hint, allocation->total_bytes);
-    *address = hint_fits ? hint
-                         : find_lowest_gap(device->mappings, base, end, allocation->total_bytes, allocation->page_bytes,
-                                           [](const auto& node) { return count_mapped_bytes(node); });
+    const bool is_hint_usable = hint >= base && hint < end && (hint - base) % allocation->page_bytes == 0 &&
+                                allocation->total_bytes <= end - hint &&
+                                is_range_free(*device, hint, allocation->total_bytes);
+    *address = is_hint_usable
+                   ? hint
+                   : find_lowest_gap(device->mappings, base, end, allocation->total_bytes, allocation->page_bytes,
+                                     [](const auto& mapping_entry) { return count_mapped_bytes(mapping_entry); });
     if (*address == 0) {
         return ENOMEM;
     }
@@ -168,9 +169,9 @@ int map_host(Device* device, std::uint64_t host_address, std::uint64_t size_byte
     }
     const std::uint64_t base = properties().host_virtual_base, page_offset = host_address % host_page_bytes;
     std::lock_guard lock(device->mutex);
-    const std::uint64_t page = find_lowest_gap(device->mappings, base, base + (std::uint64_t{1} << 47),
-                                               round_up(size_bytes + page_offset, host_page_bytes), host_page_bytes,
-                                               [](const auto& node) { return count_mapped_bytes(node); });
+    const std::uint64_t page = find_lowest_gap(
+        device->mappings, base, base + (std::uint64_t{1} << 47), round_up(size_bytes + page_offset, host_page_bytes),
+        host_page_bytes, [](const auto& mapping_entry) { return count_mapped_bytes(mapping_entry); });
     if (page == 0) {
         return ENOMEM;
     }
@@ -287,7 +288,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_dev_memalloc_page_orders(int fd, std::uint6
         if (orders == nullptr) {
             return EINVAL;
         }
-        if (!find_index(fd, &index, &error)) {
+        if (!find_device_index(fd, &index, &error)) {
             return error;
         }
         *orders = 0;

@@ -95,7 +95,7 @@ int open_by_bus_id_or_name(std::string_view symbol, int device_name, const char*
     return error != 0 ? -error : fd;
 }
 
-// Fill the hardware information: its structure of 2021 or of 2023.
+// Fill the hardware information. `Info` is the structure of 2021 or of 2023.
 template <typename Info> int run_hardware_info_entry(int fd, Info* info) {
     return run_entry("hlthunk_get_hw_ip_info", [&] {
         unsigned index = 0;
@@ -103,7 +103,7 @@ template <typename Info> int run_hardware_info_entry(int fd, Info* info) {
         if (info == nullptr) {
             return EINVAL;
         }
-        if (!find_index(fd, &index, &error)) {
+        if (!find_device_index(fd, &index, &error)) {
             return error;
         }
         const Properties& device_properties = properties();
@@ -190,7 +190,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_pci_bus_id_from_fd(int fd, char* bus_id, in
         if (bus_id == nullptr || length < 0) {
             return EINVAL;
         }
-        if (!find_index(fd, &index, &error)) {
+        if (!find_device_index(fd, &index, &error)) {
             return error;
         }
         std::strncpy(bus_id, make_bus_id(index).c_str(), static_cast<std::size_t>(length));
@@ -217,13 +217,13 @@ GDRKIT_HLTHUNK_ENTRY int gdrkit_get_hw_ip_info_2021(int fd, HardwareInfo2021* in
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_name_from_fd(int fd) {
     unsigned index = 0;
     int error = 0;
-    return configuration_error().empty() && find_index(fd, &index, &error) ? properties().name : invalid;
+    return configuration_error().empty() && find_device_index(fd, &index, &error) ? properties().name : invalid;
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint32_t hlthunk_get_device_id_from_fd(int fd) {
     unsigned index = 0;
     int error = 0;
-    return configuration_error().empty() && find_index(fd, &index, &error) ? properties().pci_id : 0;
+    return configuration_error().empty() && find_device_index(fd, &index, &error) ? properties().pci_id : 0;
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_count(int device_name) {

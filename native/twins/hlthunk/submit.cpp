@@ -42,14 +42,14 @@ bool copy_between_files(int target_fd, std::uint64_t target_offset, int source_f
     return true;
 }
 
-// Copy between a file and host memory. System calls access the host memory, so if it is not mapped, the copy fails and
-// the process does not crash.
+// Copy between a file and host memory. System calls access the host memory, so a copy to or from unmapped memory fails
+// and does not crash the process.
 bool copy_file_and_host(int fd, std::uint64_t offset, std::uint64_t host_address, std::uint64_t length_bytes,
-                        bool to_host) {
+                        bool is_to_host) {
     while (length_bytes > 0) {
         auto* const host_memory = reinterpret_cast<void*>(host_address);
-        const ssize_t copied_bytes = to_host ? pread(fd, host_memory, length_bytes, static_cast<off_t>(offset))
-                                             : pwrite(fd, host_memory, length_bytes, static_cast<off_t>(offset));
+        const ssize_t copied_bytes = is_to_host ? pread(fd, host_memory, length_bytes, static_cast<off_t>(offset))
+                                                : pwrite(fd, host_memory, length_bytes, static_cast<off_t>(offset));
         if (copied_bytes <= 0) {
             return false;
         }
@@ -103,8 +103,8 @@ int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copie
         // The twin implements only the DMA queues. No generation has a queue index above 1024.
         return chunk.queue_index > 1024 ? EINVAL : EOPNOTSUPP;
     }
-    // Later generations require the flag. On the first Gaudi the driver ignores it, because the queues only accept
-    // command buffers of the driver.
+    // Later generations require the flag. On the first Gaudi the driver ignores the flag, because the queues only
+    // accept command buffers of the driver.
     if (properties().has_virtual_memory && (chunk.cs_chunk_flags & chunk_user_buffer) == 0) {
         return EINVAL;
     }

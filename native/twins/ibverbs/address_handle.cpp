@@ -1,4 +1,4 @@
-// The exported functions of address handles: create, destroy, and derive one from a received datagram.
+// The exported functions of address handles: create, destroy, and derive an address handle from a received datagram.
 
 #include "ibverbs/address_handle.hpp"
 
@@ -26,7 +26,7 @@ bool is_valid_path(const ibv_ah_attr& path) {
            !is_same_gid(path.grh.dgid, no_gid);
 }
 
-// Return the index of the GID with this type, or -1 with errno EINVAL.
+// Return the index at which the device has this GID with this type, or -1 with errno EINVAL.
 int find_gid_index(const Device& device, const ibv_gid& gid, ibv_gid_type type) {
     for (unsigned index = 0; index < gid_count; ++index) {
         if (is_same_gid(device.gid, gid) && get_gid_type(index) == type) {
@@ -43,8 +43,9 @@ ibv_gid make_ipv4_gid(std::uint32_t address) {
     return gid;
 }
 
-// Copy the last 20 of the 40 bytes to *ipv4, and return whether they are an IPv4 header. RoCE v2 over IPv4 has its
-// header there. In an IPv6 header, these bytes can begin like an IPv4 header by chance, so the checksum decides.
+// Copy the last 20 of the 40 bytes of the GRH to *ipv4, and return whether they are an IPv4 header. RoCE v2 over IPv4
+// has its header there. In an IPv6 header, these bytes can begin like an IPv4 header by chance, so the checksum
+// decides.
 bool read_ipv4_header(const ibv_grh& grh, iphdr* ipv4) {
     std::memcpy(ipv4, reinterpret_cast<const char*>(&grh) + sizeof grh - sizeof *ipv4, sizeof *ipv4);
     if (ipv4->version != 4 || ipv4->ihl != sizeof *ipv4 / 4) {

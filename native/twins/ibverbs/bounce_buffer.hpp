@@ -1,7 +1,7 @@
-// The buffer through which payload moves between client memory, the memory of the application that uses the twin, and a
-// peer. The buffer is a memfd, so a copy from or to client memory is a system call on a file. If the client memory was
-// unmapped meanwhile, the call fails with EFAULT and raises no signal. Another process may share the buffer and change
-// it at any time, so its content is only copied and never interpreted.
+// The buffer through which payload moves between client memory and a peer. Client memory is the memory of the
+// application that uses the twin. The buffer is a memfd, so a copy from or to client memory is a system call on a file.
+// If the client memory was unmapped meanwhile, the call fails with EFAULT and raises no signal. Another process may
+// share the buffer and change it at any time, so its content is only copied and never interpreted.
 #pragma once
 
 #include <cstddef>

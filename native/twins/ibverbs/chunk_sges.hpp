@@ -7,8 +7,8 @@
 
 namespace gdrkit::twin::verbs {
 
-// Call visit(sge, offset) for each piece of the application's memory that belongs to this chunk. `offset` is the
-// position of the piece in the chunk. Stop and return false when `visit` returns false.
+// Call visit(sge, offset) for each range of the application's memory that belongs to this chunk. `offset` is the
+// position of the range in the chunk. Stop and return false when `visit` returns false.
 template <typename Visit> bool for_each_sge_in_chunk(const SendWork& work, const wire::Request& request, Visit visit) {
     std::uint64_t skip_bytes = request.chunk_offset_bytes;
     std::size_t offset = 0;

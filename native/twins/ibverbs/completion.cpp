@@ -51,8 +51,8 @@ bool CompletionQueue::push_one(const Completion& completion) {
             context_->raise(public_cq_, IBV_EVENT_CQ_ERR, async_event_counter);
             return false;
         }
-        // The client has asked to ignore overruns, so the oldest completion is lost. The slots that it covers stay
-        // used.
+        // The client has asked to ignore overruns, so the oldest completion is lost. The slots that polling it would
+        // have freed stay used.
         completions_.pop_front();
     }
     completions_.push_back(completion);
@@ -144,8 +144,8 @@ void CompletionQueue::arm(bool solicited_only) {
             armed_ = solicited_only ? Armed::solicited : Armed::any;
         }
     }
-    std::lock_guard lock(works_mutex_);
-    for (PolledWork* const work : works_) {
+    std::lock_guard lock(polled_works_mutex_);
+    for (PolledWork* const work : polled_works_) {
         work->request_wake_for_responses();
     }
 }
@@ -156,25 +156,25 @@ bool CompletionQueue::is_armed() {
 }
 
 void CompletionQueue::add_work(PolledWork* work) {
-    std::lock_guard lock(works_mutex_);
-    works_.push_back(work);
+    std::lock_guard lock(polled_works_mutex_);
+    polled_works_.push_back(work);
 }
 
 void CompletionQueue::remove_work(PolledWork* work) {
-    std::lock_guard lock(works_mutex_);
-    std::erase(works_, work);
+    std::lock_guard lock(polled_works_mutex_);
+    std::erase(polled_works_, work);
 }
 
 void CompletionQueue::progress() {
-    const std::unique_lock lock(works_mutex_, std::try_to_lock);
+    const std::unique_lock lock(polled_works_mutex_, std::try_to_lock);
     if (lock.owns_lock()) {
-        for (PolledWork* const work : works_) {
+        for (PolledWork* const work : polled_works_) {
             work->progress_at_poll();
         }
     }
 }
 
-void CompletionQueue::drop(std::uint32_t qp_num) {
+void CompletionQueue::drop_completions_of(std::uint32_t qp_num) {
     std::lock_guard lock(mutex_);
     std::erase_if(completions_, [=](const Completion& completion) {
         if (completion.wc.qp_num != qp_num) {

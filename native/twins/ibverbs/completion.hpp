@@ -32,10 +32,10 @@ struct Completion {
     std::uint64_t wallclock_ns = 0;
 };
 
-// How a completion queue differs from one that ibv_create_cq makes.
+// Options of a completion queue that ibv_create_cq_ex can set. ibv_create_cq leaves them all false.
 struct CompletionQueueOptions {
     bool has_timestamps = false;
-    // A completion that finds the queue full replaces the oldest one instead of ending the queue.
+    // If the queue is full, a new completion replaces the oldest one. Without this option, the queue fails (overrun).
     bool ignores_overrun = false;
 };
 
@@ -43,7 +43,7 @@ struct CompletionQueueOptions {
 class PolledWork {
 public:
     virtual void progress_at_poll() = 0;
-    // The application will not poll before the next event.
+    // Let a thread of the twin handle the next response, because the application will not poll before the next event.
     virtual void request_wake_for_responses() = 0;
 
 protected:
@@ -75,12 +75,13 @@ public:
     // Return whether the next completion raises an event on the channel.
     [[nodiscard]] bool is_armed();
 
-    // Let polls of this queue, while it is empty, do this work. After remove_work has returned, no thread does it.
+    // Let a poll of this queue do this work while the queue is empty. After remove_work has returned, no thread does
+    // it.
     void add_work(PolledWork* work);
     void remove_work(PolledWork* work);
 
     // Remove the completions of a queue pair that is reset or destroyed.
-    void drop(std::uint32_t qp_num);
+    void drop_completions_of(std::uint32_t qp_num);
 
     [[nodiscard]] Context* context() const { return context_; }
     [[nodiscard]] CompletionChannel* channel() const { return channel_; }
@@ -109,8 +110,8 @@ private:
     std::deque<Completion> completions_;
     Armed armed_ = Armed::no;
     bool has_overrun_ = false;
-    std::mutex works_mutex_; // is locked before the lock of a queue pair
-    std::vector<PolledWork*> works_;
+    std::mutex polled_works_mutex_; // is locked before the lock of a queue pair
+    std::vector<PolledWork*> polled_works_;
     // Lets poll() return 0 without the lock while there is nothing to report.
     std::atomic<bool> has_completions_or_overrun_{false};
 };

@@ -75,8 +75,8 @@ int ConnectedQueuePair::open() {
     return 0;
 }
 
-// Draw a number that is free at this device's GID, and listen for peers on this machine. On the TCP fabric, the low 16
-// bits of the number are the port on which the pair listens for peers on other machines.
+// Draw a queue pair number that is free at this device's GID, and listen for peers on this machine. On the TCP fabric,
+// the low 16 bits of the number are the port on which the pair listens for peers on other machines.
 int ConnectedQueuePair::listen() {
     int listener = -EADDRINUSE;
     while (listener == -EADDRINUSE) {
@@ -140,7 +140,7 @@ void ConnectedQueuePair::raise(ibv_event_type event) {
 void ConnectedQueuePair::drop_completions() {
     for (const auto& queue : {send_queue_, receive_queue_}) {
         if (queue != nullptr) {
-            queue->drop(qp_num_);
+            queue->drop_completions_of(qp_num_);
         }
     }
     if (xrc_domain_ != nullptr) {
@@ -165,8 +165,8 @@ bool ConnectedQueuePair::no_connection_serves() const {
 void ConnectedQueuePair::notify_change(const Lock&) {
     changed_.notify_all();
     has_pending_change_ = true;
-    if (requester_asleep_) {
-        requester_asleep_ = false;
+    if (is_requester_asleep_) {
+        is_requester_asleep_ = false;
         eventfd_write(wake_eventfd_.get(), 1);
     }
 }
@@ -175,7 +175,7 @@ void ConnectedQueuePair::enter_error(const Lock& lock, const Connection* except)
     if (state_ == IBV_QPS_RESET) {
         return;
     }
-    must_raise_last_wqe_ |= shared_receives_ != nullptr && state_ != IBV_QPS_ERR;
+    must_raise_last_wqe_ |= shared_receive_queue_ != nullptr && state_ != IBV_QPS_ERR;
     state_ = IBV_QPS_ERR;
     shut_down_socket(peer_socket_);
     shut_down_connections(lock, except);

@@ -52,7 +52,7 @@ public:
     int modify(const ibv_qp_attr& attr, int attr_mask) override;
     void query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) override;
     int post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) override;
-    std::uint32_t free_send_slot_count() override;
+    std::uint32_t count_free_send_slots() override;
     int post_receive(const ibv_recv_wr& wr) override;
 
 private:
@@ -99,7 +99,7 @@ private:
     // A chunk that was submitted to the peer and has no response yet.
     struct InFlightChunk {
         wire::Request request;
-        // The response frees the payload ring up to this mark.
+        // Position in the payload ring up to which the response frees the ring.
         std::uint64_t release_mark;
         // Number of pipe pages that the response frees; 0 if the payload went through the payload ring.
         std::uint32_t pipe_pages;
@@ -138,7 +138,7 @@ private:
         // Time of the last response, or of the submission that made in_flight non-empty, whichever is later.
         Clock::time_point last_response;
         bool is_peer_gone = false;
-        // Time at which the connection was last checked for a copy.
+        // Time at which a direct copy last checked that the connection is open.
         Clock::time_point last_peer_check;
         // Number of bytes that this send turn has copied without the responder.
         std::uint64_t copied_bytes = 0;
@@ -146,9 +146,10 @@ private:
 
     using Lock = std::unique_lock<std::mutex>;
 
-    // State (connected_queue_pair.cpp, connected_queue_pair_modify.cpp). A `Lock` parameter must hold mutex_. Enter the
-    // state ERR and shut down all connections. `except` (may be null) is left open, so that its responder thread can
-    // still send the response to the request that failed.
+    // State (connected_queue_pair.cpp, connected_queue_pair_modify.cpp). A `Lock` parameter must hold mutex_.
+
+    // Enter the state ERR and shut down all connections. `except` (may be null) is left open, so that its responder
+    // thread can still send the response to the request that failed.
     void enter_error(const Lock& lock, const Connection* except);
     // Like enter_error, and raise an asynchronous event.
     void fail(const Lock& lock, ibv_event_type event, const Connection* except);
@@ -181,7 +182,7 @@ private:
     void run_requester();
     bool run_send_turn(Lock* lock);
     void dequeue_sends(const Lock& lock);
-    void requeue_sends(const Lock& lock, Fifo<SendWork>* works);
+    void requeue_sends(const Lock& lock, Fifo<SendWork>* sends);
     void complete_finished(const Lock& lock);
     void abort_requests(const Lock& lock);
     void complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status, std::uint64_t delay_us);
@@ -190,7 +191,7 @@ private:
     bool raise_last_wqe_event(const Lock& lock);
     void wait_for_work(Lock* lock);
     [[nodiscard]] Clock::time_point find_next_deadline() const;
-    [[nodiscard]] std::uint32_t wake_threshold() const;
+    [[nodiscard]] std::uint32_t get_wake_threshold() const;
     void sleep(Lock* lock, Clock::time_point deadline);
     void mark_idle(const Lock& lock);
     void disconnect(const Lock& lock);
@@ -299,8 +300,8 @@ private:
     bool must_raise_last_wqe_ = false; // raise IBV_EVENT_QP_LAST_WQE_REACHED when no incoming message is incomplete
     bool must_raise_drained_ = false;  // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
     int incoming_message_count_ = 0;   // number of connections with an incomplete incoming message
-    Fifo<SendWork> sends_;
-    std::deque<ReceiveWork> receives_;
+    Fifo<SendWork> posted_sends_;
+    std::deque<ReceiveWork> posted_receives_;
     std::shared_ptr<WorkQueueSlots> send_queue_slots_ = std::make_shared<WorkQueueSlots>();
     std::shared_ptr<WorkQueueSlots> receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
     // Number of finished unsignaled requests whose send queue slots are still used. The next completion frees the
@@ -312,11 +313,11 @@ private:
     // True if the state of the pair has changed since the requester thread last checked it. If that thread sleeps,
     // wake_eventfd_ wakes it.
     std::atomic<bool> has_pending_change_{false};
-    bool requester_asleep_ = false;
+    bool is_requester_asleep_ = false;
     Fd wake_eventfd_;
 
     // While the requester thread sleeps, a thread of the application may borrow requester_state_ and do the work itself
-    // (requester_borrow.cpp). The requester thread waits until it is given back.
+    // (requester_borrow.cpp). The requester thread waits until the borrower has returned it.
     RequesterState requester_state_;
     bool is_borrowed_ = false;
     // True if a thread of the application has sent requests that have no response yet. Polling the completion queue

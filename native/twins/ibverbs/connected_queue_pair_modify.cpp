@@ -52,9 +52,9 @@ void ConnectedQueuePair::reset(Lock* lock) {
     changed_.wait(*lock, [this] { return no_connection_serves() && !is_sending_ && !is_flushing_; });
     disconnect(*lock);
     requester_state_ = {};
-    sends_.clear();
+    posted_sends_.clear();
     delayed_completions_.clear();
-    receives_.clear();
+    posted_receives_.clear();
     send_queue_slots_ = std::make_shared<WorkQueueSlots>();
     receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
     unsignaled_count_ = 0;

@@ -31,9 +31,9 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
         *bad_wr = list;
         return EINVAL;
     }
-    // Prepare the requests before taking the lock, which the requester thread takes for every response.
-    std::vector<SendWork> works;
-    works.reserve(reserved_list_length);
+    // Prepare the requests before taking the lock, because the requester thread needs the lock for every response.
+    std::vector<SendWork> prepared_sends;
+    prepared_sends.reserve(reserved_list_length);
     std::uint64_t posted_bytes = 0;
     int error = 0;
     ibv_send_wr* wr = list;
@@ -44,34 +44,34 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
         if (error != 0) {
             break;
         }
-        works.push_back(to_send_work(*wr, init_attr_.sq_sig_all != 0, length_bytes));
-        if (wr->opcode == IBV_WR_BIND_MW && works.back().binding == nullptr) {
-            works.pop_back();
+        prepared_sends.push_back(to_send_work(*wr, init_attr_.sq_sig_all != 0, length_bytes));
+        if (wr->opcode == IBV_WR_BIND_MW && prepared_sends.back().binding == nullptr) {
+            prepared_sends.pop_back();
             error = EINVAL;
             break;
         }
         posted_bytes += length_bytes;
         if (type() == IBV_QPT_XRC_SEND) {
-            works.back().remote_srq_number = wr->qp_type.xrc.remote_srqn;
+            prepared_sends.back().remote_srq_number = wr->qp_type.xrc.remote_srqn;
         }
     }
     if (error != 0) {
         *bad_wr = wr;
     }
     Lock lock(mutex_);
-    if (!works.empty() && state_ != IBV_QPS_RTS && state_ != IBV_QPS_SQD && state_ != IBV_QPS_ERR) {
+    if (!prepared_sends.empty() && state_ != IBV_QPS_RTS && state_ != IBV_QPS_SQD && state_ != IBV_QPS_ERR) {
         *bad_wr = list;
         return EINVAL;
     }
     wr = list;
-    for (SendWork& work : works) {
+    for (SendWork& work : prepared_sends) {
         if (send_queue_slots_->used >= init_attr_.cap.max_send_wr) {
             *bad_wr = wr;
             error = ENOMEM;
             break;
         }
         ++send_queue_slots_->used;
-        sends_.push_back(std::move(work));
+        posted_sends_.push_back(std::move(work));
         wr = wr->next;
     }
     if (!try_send_in_caller(&lock, posted_bytes)) {
@@ -80,14 +80,14 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
     return error;
 }
 
-std::uint32_t ConnectedQueuePair::free_send_slot_count() {
+std::uint32_t ConnectedQueuePair::count_free_send_slots() {
     Lock lock(mutex_);
     return init_attr_.cap.max_send_wr - send_queue_slots_->used;
 }
 
 int ConnectedQueuePair::post_receive(const ibv_recv_wr& wr) {
     const bool has_receive_queue =
-        shared_receives_ == nullptr && type() != IBV_QPT_XRC_SEND && type() != IBV_QPT_XRC_RECV;
+        shared_receive_queue_ == nullptr && type() != IBV_QPT_XRC_SEND && type() != IBV_QPT_XRC_RECV;
     if (!has_receive_queue || !is_valid_sge_list(wr.sg_list, wr.num_sge, init_attr_.cap.max_recv_sge)) {
         return EINVAL;
     }
@@ -99,7 +99,7 @@ int ConnectedQueuePair::post_receive(const ibv_recv_wr& wr) {
         return ENOMEM;
     }
     ++receive_queue_slots_->used;
-    receives_.push_back(to_receive_work(wr));
+    posted_receives_.push_back(to_receive_work(wr));
     if (state_ == IBV_QPS_ERR) {
         notify_change(lock);
     }

@@ -64,7 +64,8 @@ ibv_srq* create_srq_extended(ibv_context* context, ibv_srq_init_attr_ex* init_at
 int get_srq_number(ibv_srq* srq, std::uint32_t* number);
 int post_srq_receive(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 
-// Fill both tables with functions that fail with EOPNOTSUPP; called before the implemented entries are set.
+// Fill both tables of operations with functions that fail with EOPNOTSUPP. The caller then sets the implemented
+// entries.
 void fill_unsupported(verbs_context* extended);
 
 } // namespace gdrkit::twin::verbs

@@ -25,7 +25,7 @@ using namespace gdrkit::twin;
 extern "C" {
 
 int gdrkit_twin_ledger(char* buffer, size_t size_bytes) {
-    verbs::session_error();
+    verbs::start_session();
     const std::string json = "{\"library\":\"ibverbs\",\"handles\":" + ledger_json() +
                              ",\"calls\":" + format_calls_json() + ",\"seed\":" + std::to_string(config().seed) +
                              ",\"traffic\":" + verbs::format_traffic_json() +
@@ -39,7 +39,7 @@ int gdrkit_twin_ledger(char* buffer, size_t size_bytes) {
 }
 
 int gdrkit_twin_faults(const char* plan) {
-    verbs::session_error();
+    verbs::start_session();
     const std::string error = replace_faults(plan);
     if (error.empty()) {
         return 0;

@@ -1,6 +1,6 @@
-// The functions of the CUDA driver by which the verbs twin accesses device memory. The twin never loads the driver: a
-// process that has not loaded it has no device memory. The declarations are copied from cuda.h, so that the build does
-// not need that header.
+// The functions of the CUDA driver by which the verbs twin accesses device memory. The twin never loads the driver,
+// because a process that has not loaded it has no device memory. The declarations are copied from cuda.h, so that the
+// build does not need that header.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// Memory of a region that only the CUDA driver can access. The driver that the process has loaded copies it.
+// Device memory of a registered region. The twin copies from and to it through the CUDA driver that the process has
+// loaded, because only the driver can access it.
 
 #include <sys/mman.h>
 
@@ -41,7 +42,7 @@ private:
     bool is_pushed_ = false;
 };
 
-// A real NIC that has pinned GPU pages accesses these pages even after the memory was freed, and never a later
+// A real NIC pins GPU pages, so it accesses these pages even after the memory was freed. It never accesses a later
 // allocation at the same address (observed on an H200). The twin copies through the driver, which accesses whatever is
 // allocated at the address now. So when the buffer id at an address has changed, the region uses host memory of its own
 // instead (detached_memory_).
@@ -94,7 +95,8 @@ int CudaMemory::find_allocations() {
         if (!driver_.is_device_memory(begin) || !id) {
             return EINVAL;
         }
-        // A driver may not report where a VMM mapping ends. Then the last byte must belong to the same allocation.
+        // Some drivers do not report where a VMM mapping ends. Then the last byte of the region must belong to the same
+        // allocation.
         const std::uint64_t allocation_end = std::min(driver_.find_allocation_end(begin).value_or(end), end);
         if (driver_.buffer_id(allocation_end - 1) != id) {
             return EINVAL;

@@ -1,4 +1,4 @@
-// Implements the checks of datagram frames, and the network header of the receiver.
+// Checks received datagram frames, and makes socket names and the network header in front of a received payload.
 
 #include "ibverbs/datagram_frame.hpp"
 
@@ -18,7 +18,7 @@ constexpr std::size_t udp_header_bytes = 8, base_header_bytes = 12, datagram_hea
                       checksum_bytes = 4;
 static_assert(sizeof(iphdr) == 20);
 
-std::string hex(const ibv_gid& gid) {
+std::string format_hex(const ibv_gid& gid) {
     std::string text;
     char digits[3];
     for (const std::uint8_t byte : gid.raw) {
@@ -30,14 +30,14 @@ std::string hex(const ibv_gid& gid) {
 
 // Return the number of bytes between the network header and the end of the packet. The payload is padded to 4 bytes.
 std::uint16_t count_transport_bytes(const DatagramHeader& header) {
-    const std::size_t immediate = (header.flags & datagram_has_immediate) != 0 ? immediate_bytes : 0;
-    const std::size_t padded_payload = (header.payload_bytes + 3) / 4 * 4;
-    const std::size_t udp = header.is_roce_v2 != 0 ? udp_header_bytes : 0;
-    return static_cast<std::uint16_t>(udp + base_header_bytes + datagram_header_bytes + immediate + padded_payload +
-                                      checksum_bytes);
+    const std::size_t present_immediate_bytes = (header.flags & datagram_has_immediate) != 0 ? immediate_bytes : 0;
+    const std::size_t padded_payload_bytes = (header.payload_bytes + 3) / 4 * 4;
+    const std::size_t present_udp_bytes = header.is_roce_v2 != 0 ? udp_header_bytes : 0;
+    return static_cast<std::uint16_t>(present_udp_bytes + base_header_bytes + datagram_header_bytes +
+                                      present_immediate_bytes + padded_payload_bytes + checksum_bytes);
 }
 
-// The checksum of an IPv4 header whose checksum field is 0 (RFC 1071).
+// Return the checksum of an IPv4 header whose checksum field is 0 (RFC 1071).
 std::uint16_t compute_ipv4_checksum(const iphdr& header) {
     std::uint16_t words[sizeof header / 2];
     std::memcpy(words, &header, sizeof header);
@@ -67,8 +67,8 @@ iphdr make_ipv4_header(const DatagramHeader& header) {
 
 } // namespace
 
-bool is_same_gid(const ibv_gid& one, const ibv_gid& other) {
-    return std::memcmp(&one, &other, sizeof one) == 0;
+bool is_same_gid(const ibv_gid& first, const ibv_gid& second) {
+    return std::memcmp(&first, &second, sizeof first) == 0;
 }
 
 bool is_ipv4_gid(const ibv_gid& gid) {
@@ -93,11 +93,11 @@ bool is_well_formed(const DatagramHeader& header, std::size_t frame_bytes) {
 std::string make_datagram_socket_name(const ibv_gid& gid, std::uint32_t qp_num) {
     char qp_num_text[16];
     std::snprintf(qp_num_text, sizeof qp_num_text, ".%06x", qp_num & 0xffffffU);
-    return "ud." + hex(gid) + qp_num_text;
+    return "ud." + format_hex(gid) + qp_num_text;
 }
 
-std::string make_multicast_socket_name(const ibv_gid& group, unsigned member) {
-    return "mc." + hex(group) + "." + std::to_string(member);
+std::string make_multicast_socket_name(const ibv_gid& group, unsigned member_index) {
+    return "mc." + format_hex(group) + "." + std::to_string(member_index);
 }
 
 std::array<std::byte, grh_bytes> make_network_header(const DatagramHeader& header) {

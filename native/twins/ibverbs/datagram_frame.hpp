@@ -1,6 +1,6 @@
 // Datagrams move between queue pairs as frames. This file has the layout of a frame, the names of the sockets that
-// receive frames, and the network header in front of the payload in the memory of the receiver. A sender may be any
-// process of the user, so each received frame is copied once and then checked.
+// receive frames, and the network header in front of the payload in the memory of the receiver. Any process of the user
+// can send to these sockets, so the receiver copies each frame once and checks the copy.
 #pragma once
 
 #include <array>
@@ -19,7 +19,8 @@ inline constexpr std::size_t max_datagram_bytes = 4096;
 // Size of the network header in front of the payload, in the memory of the receive request.
 inline constexpr std::size_t grh_bytes = sizeof(ibv_grh);
 static_assert(grh_bytes == 40);
-// Number of queue pairs in a domain that can be in a multicast group at a time. Soft-RoCE (rxe) has the same limit.
+// Largest number of queue pairs in one multicast group. All processes of a domain (an emulated machine) count together.
+// Soft-RoCE (rxe) has the same limit.
 inline constexpr unsigned max_multicast_members = 56;
 
 // The first part of a frame. The payload follows it.
@@ -50,15 +51,15 @@ inline constexpr std::uint32_t datagram_is_solicited = 2;
 // Return whether a frame of `frame_bytes` bytes with this header can come from a twin.
 bool is_well_formed(const DatagramHeader& header, std::size_t frame_bytes);
 
-// Return whether a GID is an IPv4 address (::ffff:a.b.c.d), and whether it is a multicast group.
+// Return whether a GID is an IPv4 address (::ffff:a.b.c.d), is a multicast group, or equals another GID.
 bool is_ipv4_gid(const ibv_gid& gid);
 bool is_multicast_gid(const ibv_gid& gid);
-bool is_same_gid(const ibv_gid& one, const ibv_gid& other);
+bool is_same_gid(const ibv_gid& first, const ibv_gid& second);
 
 // Return the name of the socket at which a queue pair receives its datagrams, or at which a member of a multicast group
 // receives the datagrams of the group.
 std::string make_datagram_socket_name(const ibv_gid& gid, std::uint32_t qp_num);
-std::string make_multicast_socket_name(const ibv_gid& group, unsigned member);
+std::string make_multicast_socket_name(const ibv_gid& group, unsigned member_index);
 
 // Return the 40 bytes that the receiver finds in front of the payload: for RoCE v1 the global routing header; for RoCE
 // v2 the IPv6 header, or 20 zero bytes and the IPv4 header.

@@ -27,7 +27,7 @@ int check_send(const ibv_send_wr& wr, const ibv_qp_cap& cap) {
         return EOPNOTSUPP;
     }
     const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
-    // A fence has a meaning only on reliable connections, which have reads.
+    // A fence is invalid, because it waits for reads, and only reliable connections have reads.
     const bool is_valid = (wr.send_flags & ~(IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE)) == 0 &&
                           (!is_inline || count_total_bytes(wr.sg_list, wr.num_sge) <= cap.max_inline_data) &&
                           wr.wr.ud.remote_qpn <= multicast_qpn && is_alive("ibv_ah", wr.wr.ud.ah);
@@ -71,8 +71,8 @@ int DatagramQueuePair::open() {
     return 0;
 }
 
-// Draw a number that is free at this device's GID, and open the sockets that receive at it. On the TCP fabric, the low
-// 16 bits of the number are the UDP port for datagrams from other machines.
+// Draw a queue pair number that is free at this device's GID, and open the sockets that receive at it. On the TCP
+// fabric, the low 16 bits of the number are the UDP port for datagrams from other machines.
 int DatagramQueuePair::open_receivers() {
     const ibv_gid& gid = context_->device->gid;
     int reservation = -EADDRINUSE;
@@ -81,7 +81,7 @@ int DatagramQueuePair::open_receivers() {
         qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (multicast_qpn - 3));
         if (!config().fabric_addresses.empty()) {
             std::uint16_t port = 0;
-            const int socket = receive_fabric_datagrams(make_fabric_address(gid), &port);
+            const int socket = open_fabric_receiver(make_fabric_address(gid), &port);
             if (socket < 0) {
                 return -socket;
             }
@@ -94,7 +94,7 @@ int DatagramQueuePair::open_receivers() {
         return -reservation;
     }
     qp_num_reservation_ = Fd(reservation);
-    const int socket = receive_datagrams_at(make_datagram_socket_name(gid, qp_num_));
+    const int socket = open_datagram_receiver(make_datagram_socket_name(gid, qp_num_));
     if (socket < 0) {
         return -socket;
     }
@@ -120,8 +120,8 @@ void DatagramQueuePair::close() {
     receivers_ = std::make_shared<Receivers>();
     remote_receiver_.reset();
     qp_num_reservation_.reset();
-    send_queue_->drop(qp_num_);
-    receive_queue_->drop(qp_num_);
+    send_queue_->drop_completions_of(qp_num_);
+    receive_queue_->drop_completions_of(qp_num_);
 }
 
 int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
@@ -138,13 +138,13 @@ int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
             break;
         }
         DatagramWork work;
-        work.work = to_send_work(*wr, init_attr_.sq_sig_all != 0, count_total_bytes(wr->sg_list, wr->num_sge));
+        work.send = to_send_work(*wr, init_attr_.sq_sig_all != 0, count_total_bytes(wr->sg_list, wr->num_sge));
         work.destination = get_address_handle(wr->wr.ud.ah)->impl;
         work.remote_qpn = wr->wr.ud.remote_qpn;
         work.remote_qkey = wr->wr.ud.remote_qkey;
-        posted_bytes += work.work.length_bytes;
+        posted_bytes += work.send.length_bytes;
         ++send_queue_slots_->used;
-        sends_.push_back(std::move(work));
+        posted_sends_.push_back(std::move(work));
     }
     if (error != 0) {
         *bad_wr = wr;
@@ -153,14 +153,14 @@ int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
     return error;
 }
 
-std::uint32_t DatagramQueuePair::free_send_slot_count() {
+std::uint32_t DatagramQueuePair::count_free_send_slots() {
     Lock lock(mutex_);
     return init_attr_.cap.max_send_wr - send_queue_slots_->used;
 }
 
 int DatagramQueuePair::post_receive(const ibv_recv_wr& wr) {
     // A pair with a shared receive queue has no receive queue of its own.
-    if (shared_receives_ != nullptr || !is_valid_sge_list(wr.sg_list, wr.num_sge, init_attr_.cap.max_recv_sge)) {
+    if (shared_receive_queue_ != nullptr || !is_valid_sge_list(wr.sg_list, wr.num_sge, init_attr_.cap.max_recv_sge)) {
         return EINVAL;
     }
     Lock lock(mutex_);
@@ -171,9 +171,9 @@ int DatagramQueuePair::post_receive(const ibv_recv_wr& wr) {
         return ENOMEM;
     }
     ++receive_queue_slots_->used;
-    receives_.push_back(to_receive_work(wr));
-    // There is no need to wake the thread: it needs a receive request only when a datagram arrives, which wakes it. In
-    // the error state it must flush this request.
+    posted_receives_.push_back(to_receive_work(wr));
+    // The thread needs a receive request only when a datagram arrives, and the datagram wakes it. So wake the thread
+    // here only in the error state, in which it must flush this request.
     if (state_ == IBV_QPS_ERR) {
         notify_change(lock);
     }
@@ -203,20 +203,21 @@ void DatagramQueuePair::complete_receive(const Lock&, const ReceiveWork& work, i
     completion.wc.wr_id = work.wr_id;
     completion.wc.qp_num = qp_num_;
     completion.is_solicited = is_solicited;
-    completion.work_queue_slots = shared_receives_ != nullptr ? shared_receives_->slots() : receive_queue_slots_;
+    completion.work_queue_slots =
+        shared_receive_queue_ != nullptr ? shared_receive_queue_->slots() : receive_queue_slots_;
     completion.freed_slot_count = 1;
     delayed_receives_.push_back({std::move(completion), Clock::now() + std::chrono::microseconds(random_delay_us())});
 }
 
 std::optional<ReceiveWork> DatagramQueuePair::take_receive(const Lock&) {
-    if (shared_receives_ != nullptr) {
-        return shared_receives_->take();
+    if (shared_receive_queue_ != nullptr) {
+        return shared_receive_queue_->take();
     }
-    if (receives_.empty()) {
+    if (posted_receives_.empty()) {
         return std::nullopt;
     }
-    std::optional<ReceiveWork> work(std::move(receives_.front()));
-    receives_.pop_front();
+    std::optional<ReceiveWork> work(std::move(posted_receives_.front()));
+    posted_receives_.pop_front();
     return work;
 }
 
@@ -245,17 +246,17 @@ void DatagramQueuePair::mark_idle(Lock* lock) {
 
 int DatagramQueuePair::attach(const ibv_gid& group) {
     Lock lock(mutex_);
-    const auto is_of_group = [&](const auto& receiver) {
+    const auto receives_group = [&](const auto& receiver) {
         return receiver->group && is_same_gid(*receiver->group, group);
     };
-    if (std::any_of(receivers_->begin(), receivers_->end(), is_of_group)) {
+    if (std::any_of(receivers_->begin(), receivers_->end(), receives_group)) {
         return 0;
     }
     auto receiver = std::make_shared<Receiver>();
     receiver->group = group;
     int socket = -EADDRINUSE;
-    for (unsigned member = 0; member < max_multicast_members && socket == -EADDRINUSE; ++member) {
-        socket = receive_datagrams_at(make_multicast_socket_name(group, member));
+    for (unsigned index = 0; index < max_multicast_members && socket == -EADDRINUSE; ++index) {
+        socket = open_datagram_receiver(make_multicast_socket_name(group, index));
     }
     if (socket < 0) {
         return socket == -EADDRINUSE ? ENOMEM : -socket;

@@ -37,7 +37,7 @@ public:
     int modify(const ibv_qp_attr& attr, int attr_mask) override;
     void query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) override;
     int post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) override;
-    std::uint32_t free_send_slot_count() override;
+    std::uint32_t count_free_send_slots() override;
     int post_receive(const ibv_recv_wr& wr) override;
 
     // Carry out ibv_attach_mcast and ibv_detach_mcast. Return 0, EINVAL, ENOMEM (the group is full) or another errno.
@@ -60,13 +60,13 @@ private:
 
     // A posted send request and its destination.
     struct DatagramWork {
-        SendWork work;
+        SendWork send;
         std::weak_ptr<const AddressVector> destination;
         std::uint32_t remote_qpn = 0;
         std::uint32_t remote_qkey = 0;
         // State of the attempts to send the request.
         bool has_started = false;
-        unsigned next_member = 0; // the member of the multicast group to which the datagram is sent next
+        unsigned next_member_index = 0; // the member of the multicast group to which the datagram is sent next
         std::optional<Clock::time_point> blocked_since;
     };
 
@@ -129,26 +129,26 @@ private:
     ibv_qp_state state_ = IBV_QPS_RESET;
     ibv_qp_attr attr_{};
     bool is_closing_ = false;
-    bool is_busy_ = false;             // a thread moves a datagram without the lock
-    int idle_waiter_count_ = 0;        // number of threads in wait_until_idle
-    bool must_raise_last_wqe_ = false; // raise IBV_EVENT_QP_LAST_WQE_REACHED after the completions
-    bool must_raise_drained_ = false;  // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
-    std::deque<DatagramWork> sends_;   // the first request may have been attempted already
-    std::deque<ReceiveWork> receives_;
+    bool is_busy_ = false;                  // a thread moves a datagram without the lock
+    int idle_waiter_count_ = 0;             // number of threads in wait_until_idle
+    bool must_raise_last_wqe_ = false;      // raise IBV_EVENT_QP_LAST_WQE_REACHED after the completions
+    bool must_raise_drained_ = false;       // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
+    std::deque<DatagramWork> posted_sends_; // the first request may have been attempted already
+    std::deque<ReceiveWork> posted_receives_;
     std::shared_ptr<WorkQueueSlots> send_queue_slots_ = std::make_shared<WorkQueueSlots>();
     std::shared_ptr<WorkQueueSlots> receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
     std::uint32_t unsignaled_count_ = 0; // finished unsignaled requests; the next completion frees their slots
     DelayedCompletions delayed_sends_, delayed_receives_;
     std::optional<Clock::time_point> retry_at_; // when to try again to send the first request
 
-    // Replaced as a whole, so that the thread can use a copy without the lock.
+    // The list is replaced as a whole and never changed, so that the thread can use it without the lock.
     std::shared_ptr<const Receivers> receivers_ = std::make_shared<Receivers>();
     // The receiver of datagrams from other machines. The pair also sends to other machines by its socket. nullptr
     // without a TCP fabric.
     std::shared_ptr<const Receiver> remote_receiver_;
     Fd qp_num_reservation_; // while it is open, no connected queue pair of the device can draw the same number
 
-    // Only the thread that does a turn uses the members up to stalled_names_.
+    // Only the thread that does a turn (datagram_thread.cpp) uses the members up to stalled_names_.
     Fd sender_;
     std::unique_ptr<BounceBuffer> send_buffer_, receive_buffer_;
     // Socket names of receivers whose queue stayed full, because their process is probably stopped. A datagram to such
@@ -158,7 +158,7 @@ private:
     // True if the state has changed since the thread last checked it. If the thread sleeps, wake_eventfd_ wakes it.
     std::atomic<bool> has_pending_change_{false};
     bool is_asleep_ = false;
-    bool is_turn_taken_ = false;
+    bool is_turn_running_ = false;
     Clock::time_point wake_time_{}; // when the thread wakes by itself
     Clock::time_point polled_at_{}; // when a thread of the application last polled
     Fd wake_eventfd_;

@@ -29,7 +29,7 @@ constexpr Transition transitions[] = {
 };
 
 // A Q_Key with this bit is controlled (InfiniBand specification, 10.2.5). Only privileged users may give such a Q_Key
-// to a queue pair. A send request that has one uses the Q_Key of its queue pair instead.
+// to a queue pair. A send request with a controlled Q_Key uses the Q_Key of its queue pair instead.
 constexpr std::uint32_t controlled_qkey = 0x80000000U;
 
 int check_transition(ibv_qp_state from, ibv_qp_state to, int attr_mask) {
@@ -111,8 +111,8 @@ void DatagramQueuePair::reset(Lock* lock) {
     state_ = IBV_QPS_RESET;
     notify_change(*lock);
     wait_until_idle(lock);
-    sends_.clear();
-    receives_.clear();
+    posted_sends_.clear();
+    posted_receives_.clear();
     delayed_sends_.clear();
     delayed_receives_.clear();
     send_queue_slots_ = std::make_shared<WorkQueueSlots>();
@@ -121,8 +121,8 @@ void DatagramQueuePair::reset(Lock* lock) {
     retry_at_.reset();
     must_raise_drained_ = false;
     must_raise_last_wqe_ = false;
-    send_queue_->drop(qp_num_);
-    receive_queue_->drop(qp_num_);
+    send_queue_->drop_completions_of(qp_num_);
+    receive_queue_->drop_completions_of(qp_num_);
     attr_ = make_initial_attributes();
 }
 
@@ -134,7 +134,7 @@ void DatagramQueuePair::enter_error(const Lock& lock, ibv_qp_state state) {
     }
     state_ = state;
     retry_at_.reset();
-    must_raise_last_wqe_ = state == IBV_QPS_ERR && shared_receives_ != nullptr;
+    must_raise_last_wqe_ = state == IBV_QPS_ERR && shared_receive_queue_ != nullptr;
     notify_change(lock);
 }
 

@@ -10,7 +10,7 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Number of datagrams that the thread sends or receives before it looks at its other tasks.
+// Number of datagrams that the thread sends or receives before it does its other tasks.
 constexpr int batch_size = 16;
 // Time between two attempts to send to a receiver whose queue is full.
 constexpr std::chrono::microseconds retry_interval{30};
@@ -24,7 +24,7 @@ constexpr std::uint64_t max_caller_send_bytes = 16U << 10;
 void DatagramQueuePair::run() {
     Lock lock(mutex_);
     for (;;) {
-        changed_.wait(lock, [this] { return !is_turn_taken_; });
+        changed_.wait(lock, [this] { return !is_turn_running_; });
         // Check this after the wait: close() wakes this thread from wait_for_work(), but not from the wait above.
         if (is_closing_) {
             return;
@@ -39,14 +39,14 @@ void DatagramQueuePair::run() {
 // Do one turn: flush, receive, send, deliver completions and raise events. Return whether there was progress. Only one
 // thread at a time does a turn.
 bool DatagramQueuePair::run_turn(Lock* lock) {
-    is_turn_taken_ = true;
+    is_turn_running_ = true;
     bool has_progress = flush(*lock);
     has_progress |= receive_arrived(lock);
     has_progress |= send_posted(lock);
     has_progress |= deliver_due(*lock, &delayed_sends_, send_queue_.get());
     has_progress |= deliver_due(*lock, &delayed_receives_, receive_queue_.get());
     raise_events(*lock);
-    is_turn_taken_ = false;
+    is_turn_running_ = false;
     changed_.notify_all();
     return has_progress;
 }
@@ -54,11 +54,12 @@ bool DatagramQueuePair::run_turn(Lock* lock) {
 // Do a turn in a thread of the application. Requests with a fault rule are left to the pair's thread, because the rule
 // may delay a request, and a call of the application must not be delayed.
 void DatagramQueuePair::run_turn_in_caller(Lock* lock) {
-    if (!is_asleep_ || is_turn_taken_ || is_closing_ || (!sends_.empty() && has_send_fault_rule())) {
+    if (!is_asleep_ || is_turn_running_ || is_closing_ || (!posted_sends_.empty() && has_send_fault_rule())) {
         return;
     }
     run_turn(lock);
-    // The thread delivers the delayed completions, and sends the datagram that a full queue has refused.
+    // Wake the pair's thread if it would sleep too long: it delivers delayed completions, and retries a datagram that a
+    // full queue has refused.
     if (find_next_deadline() < wake_time_) {
         notify_change(*lock);
     }
@@ -68,7 +69,7 @@ void DatagramQueuePair::send_in_caller(Lock* lock, std::uint64_t posted_bytes) {
     if (posted_bytes <= max_caller_send_bytes) {
         run_turn_in_caller(lock);
     }
-    if (!sends_.empty()) {
+    if (!posted_sends_.empty()) {
         notify_change(*lock);
     }
 }
@@ -106,17 +107,17 @@ bool DatagramQueuePair::flush(const Lock& lock) {
     if (state_ != IBV_QPS_ERR && state_ != IBV_QPS_SQE) {
         return false;
     }
-    bool has_progress = !sends_.empty();
-    for (; !sends_.empty(); sends_.pop_front()) {
-        complete_send(lock, sends_.front().work, IBV_WC_WR_FLUSH_ERR);
+    bool has_progress = !posted_sends_.empty();
+    for (; !posted_sends_.empty(); posted_sends_.pop_front()) {
+        complete_send(lock, posted_sends_.front().send, IBV_WC_WR_FLUSH_ERR);
     }
     if (state_ == IBV_QPS_ERR) {
-        has_progress |= !receives_.empty();
+        has_progress |= !posted_receives_.empty();
         ibv_wc flush_wc{};
         flush_wc.status = IBV_WC_WR_FLUSH_ERR;
         flush_wc.opcode = IBV_WC_RECV;
-        for (; !receives_.empty(); receives_.pop_front()) {
-            complete_receive(lock, receives_.front(), flush_wc, false);
+        for (; !posted_receives_.empty(); posted_receives_.pop_front()) {
+            complete_receive(lock, posted_receives_.front(), flush_wc, false);
         }
     }
     return has_progress;
@@ -136,12 +137,13 @@ void DatagramQueuePair::raise_events(const Lock&) {
 
 bool DatagramQueuePair::send_posted(Lock* lock) {
     bool has_progress = false;
-    for (int count = 0; count < batch_size && state_ == IBV_QPS_RTS && !sends_.empty() && !is_closing_; ++count) {
+    for (int count = 0; count < batch_size && state_ == IBV_QPS_RTS && !posted_sends_.empty() && !is_closing_;
+         ++count) {
         if (retry_at_ && *retry_at_ > Clock::now()) {
             break;
         }
         // The reference stays valid: other threads only append requests, and reset() waits for this thread.
-        DatagramWork& work = sends_.front();
+        DatagramWork& work = posted_sends_.front();
         const std::uint32_t own_qkey = attr_.qkey;
         is_busy_ = true;
         lock->unlock();
@@ -154,8 +156,8 @@ bool DatagramQueuePair::send_posted(Lock* lock) {
             retry_at_ = Clock::now() + retry_interval;
         } else {
             retry_at_.reset();
-            complete_send(*lock, work.work, *status);
-            sends_.pop_front();
+            complete_send(*lock, work.send, *status);
+            posted_sends_.pop_front();
             if (*status != IBV_WC_SUCCESS) {
                 enter_error(*lock, IBV_QPS_SQE);
             }
@@ -201,7 +203,7 @@ DatagramQueuePair::Clock::time_point DatagramQueuePair::find_next_deadline() con
             deadline = std::min(deadline, delayed->front().due_time);
         }
     }
-    if (retry_at_ && state_ == IBV_QPS_RTS && !sends_.empty()) {
+    if (retry_at_ && state_ == IBV_QPS_RTS && !posted_sends_.empty()) {
         deadline = std::min(deadline, *retry_at_);
     }
     return deadline;

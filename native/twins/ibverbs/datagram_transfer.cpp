@@ -24,15 +24,15 @@ ibv_wc_status move_bytes(const Sges& sges, std::size_t size_bytes, const Protect
                          Move move) {
     std::size_t offset = 0;
     for (const ibv_sge& sge : sges) {
-        const std::size_t part = std::min<std::size_t>(sge.length, size_bytes - offset);
-        if (part == 0) {
+        const std::size_t part_bytes = std::min<std::size_t>(sge.length, size_bytes - offset);
+        if (part_bytes == 0) {
             continue;
         }
-        const auto region = find_by_lkey(sge.lkey, domain, access, sge.addr, part);
-        if (region == nullptr || move(region.get(), sge.addr, offset, part) != RegionError::none) {
+        const auto region = find_by_lkey(sge.lkey, domain, access, sge.addr, part_bytes);
+        if (region == nullptr || move(region.get(), sge.addr, offset, part_bytes) != RegionError::none) {
             return IBV_WC_LOC_PROT_ERR;
         }
-        offset += part;
+        offset += part_bytes;
     }
     return IBV_WC_SUCCESS;
 }
@@ -68,17 +68,17 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
     }
     // A ConnectX completes a datagram that is longer than the path MTU with this error. Soft-RoCE reports success and
     // sends nothing.
-    if (work->work.length_bytes > max_datagram_bytes) {
+    if (work->send.length_bytes > max_datagram_bytes) {
         return IBV_WC_LOC_LEN_ERR;
     }
-    if (const ibv_wc_status status = gather(work->work); status != IBV_WC_SUCCESS) {
+    if (const ibv_wc_status status = gather(work->send); status != IBV_WC_SUCCESS) {
         return status;
     }
     const DatagramHeader header = make_header(*work, *destination, own_qkey);
     const bool is_to_group = is_multicast_gid(header.destination_gid);
     if (is_to_group == (header.destination_qpn == multicast_qpn)) {
-        for (; is_to_group && work->next_member < max_multicast_members; ++work->next_member) {
-            if (!send_to(make_multicast_socket_name(header.destination_gid, work->next_member), header, work)) {
+        for (; is_to_group && work->next_member_index < max_multicast_members; ++work->next_member_index) {
+            if (!send_to(make_multicast_socket_name(header.destination_gid, work->next_member_index), header, work)) {
                 return std::nullopt;
             }
         }
@@ -91,7 +91,7 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
     }
     Traffic::Direction& sent = context_->device->traffic.sent;
     ++sent.requests;
-    sent.send_bytes += work->work.length_bytes;
+    sent.send_bytes += work->send.length_bytes;
     const auto fault = find_injected_fault(&after_send);
     return fault ? static_cast<ibv_wc_status>(*fault) : IBV_WC_SUCCESS;
 }
@@ -118,13 +118,13 @@ DatagramHeader DatagramQueuePair::make_header(const DatagramWork& work, const Ad
     header.source_qpn = qp_num_;
     header.destination_qpn = work.remote_qpn;
     header.qkey = (work.remote_qkey & controlled_qkey) != 0 ? own_qkey : work.remote_qkey;
-    header.immediate = work.work.immediate;
-    header.payload_bytes = static_cast<std::uint32_t>(work.work.length_bytes);
+    header.immediate = work.send.immediate;
+    header.payload_bytes = static_cast<std::uint32_t>(work.send.length_bytes);
     // The field of the route has 32 bits, the field of the header 20. UCX sets all 32, and the kernel does not check
     // them.
     header.flow_label = route.flow_label & 0xfffff;
-    header.flags = (work.work.opcode == IBV_WR_SEND_WITH_IMM ? datagram_has_immediate : 0) |
-                   (work.work.is_solicited ? datagram_is_solicited : 0);
+    header.flags = (work.send.opcode == IBV_WR_SEND_WITH_IMM ? datagram_has_immediate : 0) |
+                   (work.send.is_solicited ? datagram_is_solicited : 0);
     header.traffic_class = route.traffic_class;
     header.hop_limit = route.hop_limit;
     header.service_level = destination.path.sl;
@@ -203,9 +203,9 @@ void DatagramQueuePair::deliver_frame(Lock* lock, const DatagramHeader& header) 
     const ibv_wc_status status = scatter(*work, header);
     lock->lock();
     if (state_ == IBV_QPS_RESET) {
-        if (shared_receives_ != nullptr) {
-            // The pair was reset, and a shared queue keeps the request.
-            shared_receives_->put_back(std::move(*work));
+        if (shared_receive_queue_ != nullptr) {
+            // A shared queue is not reset with the pair, so it gets the request back.
+            shared_receive_queue_->put_back(std::move(*work));
         }
         return;
     }
@@ -236,7 +236,7 @@ ibv_wc_status DatagramQueuePair::scatter(const ReceiveWork& work, const Datagram
     if (work.length_bytes < size_bytes) {
         return IBV_WC_LOC_LEN_ERR;
     }
-    const ProtectionDomain* const domain = shared_receives_ != nullptr ? shared_receives_->domain() : domain_;
+    const ProtectionDomain* const domain = shared_receive_queue_ != nullptr ? shared_receive_queue_->domain() : domain_;
     return move_bytes(work.sges, size_bytes, domain, IBV_ACCESS_LOCAL_WRITE,
                       [this](Region* region, std::uint64_t address, std::size_t offset, std::size_t bytes) {
                           return region->write(address, *receive_buffer_, offset, bytes);

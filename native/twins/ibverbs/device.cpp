@@ -33,11 +33,12 @@ std::unique_ptr<Device> make_device(unsigned index) {
     // The GUID is the EUI-64 of the MAC address 02:hh:hh:hh:hh:index, where hh are bytes of the hash. The bit 02 marks
     // the MAC address as locally administered. An EUI-64 contains the inverse of this bit, so the first byte is 0.
     // On the TCP fabric, the hash differs between machines.
-    std::string name = config().domain;
+    std::string hashed_name = config().domain;
     if (!config().fabric_addresses.empty()) {
-        name.append(reinterpret_cast<const char*>(config().fabric_addresses[index].data()), sizeof(FabricAddress));
+        hashed_name.append(reinterpret_cast<const char*>(config().fabric_addresses[index].data()),
+                           sizeof(FabricAddress));
     }
-    const std::uint32_t hash = compute_fnv1a_hash(name);
+    const std::uint32_t hash = compute_fnv1a_hash(hashed_name);
     device->guid = {0x00,
                     static_cast<std::uint8_t>(hash >> 24),
                     static_cast<std::uint8_t>(hash >> 16),
@@ -74,14 +75,14 @@ const std::vector<std::unique_ptr<Device>>& devices() {
 }
 
 void append_traffic(std::string* json, const std::string& prefix, const Traffic::Direction& direction) {
-    const auto field = [&](const char* name, std::uint64_t value) {
+    const auto append_field = [&](const char* name, std::uint64_t value) {
         *json += (json->ends_with('{') ? "\"" : ",\"") + prefix + name + "\":" + std::to_string(value);
     };
-    field("write_bytes", direction.write_bytes);
-    field("read_bytes", direction.read_bytes);
-    field("send_bytes", direction.send_bytes);
-    field("atomic_bytes", direction.atomic_bytes);
-    field("requests", direction.requests);
+    append_field("write_bytes", direction.write_bytes);
+    append_field("read_bytes", direction.read_bytes);
+    append_field("send_bytes", direction.send_bytes);
+    append_field("atomic_bytes", direction.atomic_bytes);
+    append_field("requests", direction.requests);
 }
 
 } // namespace
@@ -129,7 +130,7 @@ ibv_device** ibv_get_device_list(int* num_devices) {
     if (num_devices != nullptr) {
         *num_devices = 0;
     }
-    if (!session_error().empty()) {
+    if (!start_session().empty()) {
         return fail_null(EINVAL);
     }
     if (const auto fault = find_injected_fault("ibv_get_device_list")) {

@@ -34,7 +34,8 @@ struct Traffic {
 
 // `public_device` is the first member, because clients hold pointers to it. Providers of rdma-core cast such a pointer
 // to their private `struct verbs_device`, and compare its next member with their own table of functions (for example in
-// mlx5dv_is_supported). Here that member, provider_operations, is null, so no provider takes a twin for its own device.
+// mlx5dv_is_supported). Here that member, provider_operations, is null, so no provider mistakes a twin for its own
+// device.
 struct Device {
     explicit Device(unsigned device_index) : index(device_index), traffic(device_index) {}
 
@@ -50,7 +51,7 @@ struct Device {
 };
 
 inline constexpr int gid_count = 2;
-// Length of the table of GIDs. Like the table of a NIC, it has empty entries, from gid_count on.
+// Length of the GID table. As in the table of a NIC, the entries from gid_count on are empty.
 inline constexpr int gid_table_length = 4;
 inline constexpr std::uint16_t default_pkey = 0xffff;
 inline constexpr std::uint32_t max_message_bytes = 1U << 30;

@@ -1,4 +1,4 @@
-// The free-running clock of a device, in which completion timestamps are counted.
+// The free-running clock of a device. Completion timestamps are cycles of this clock.
 #pragma once
 
 #include <cstdint>

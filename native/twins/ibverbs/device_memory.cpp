@@ -1,5 +1,5 @@
-// Memory on the RDMA device itself: ibv_alloc_dm, ibv_free_dm, ibv_reg_dm_mr and the two copy functions of such a
-// memory.
+// Memory on the RDMA device itself: ibv_alloc_dm, ibv_free_dm, ibv_reg_dm_mr and the functions that copy to and from
+// this memory (memcpy_to_dm, memcpy_from_dm).
 #include <sys/mman.h>
 
 #include <atomic>
@@ -23,7 +23,7 @@ constexpr unsigned required_access = IBV_ACCESS_ZERO_BASED;
 constexpr unsigned supported_access = required_access | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
                                       IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_OPTIONAL_RANGE;
 
-// An allocation of device memory. The regions of it share it with its handle.
+// An allocation of device memory. Its handle and all regions in it share the ownership.
 class Allocation {
 public:
     Allocation(Device* device, std::byte* bytes, std::uint64_t length_bytes)
@@ -146,7 +146,7 @@ int free_device_memory(ibv_dm* dm) {
     if (!is_alive("ibv_dm", handle)) {
         return EINVAL;
     }
-    // Each region of the memory has a reference too.
+    // Besides the handle, each region in the memory has a reference to the allocation.
     if (handle->impl.use_count() > 1) {
         return EBUSY;
     }
@@ -159,7 +159,7 @@ int free_device_memory(ibv_dm* dm) {
     return 0;
 }
 
-// The kernel accepts a region without bytes here, unlike one of host memory.
+// The kernel accepts a region of 0 bytes here, but not in host memory.
 ibv_mr* register_device_memory(ibv_pd* pd, ibv_dm* dm, std::uint64_t offset, std::size_t length, unsigned int access) {
     if (const auto fault = find_injected_fault("ibv_reg_dm_mr")) {
         return fail_null(*fault);

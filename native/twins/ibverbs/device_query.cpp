@@ -47,7 +47,7 @@ ibv_device_attr make_device_attributes(const Device& device) {
     std::memcpy(&attr.sys_image_guid, device.guid.data(), device.guid.size());
     attr.max_mr_size = 1ULL << 47;
     attr.page_size_cap = 0xfffff000U;
-    // Not an assigned vendor id, because this is not a vendor's device.
+    // The vendor id is not an assigned one, because this is not a vendor's device.
     attr.vendor_id = 0xffffff;
     attr.hw_ver = 1;
     attr.max_qp = 4096;
@@ -69,8 +69,8 @@ ibv_device_attr make_device_attributes(const Device& device) {
     attr.max_srq = 65536;
     attr.max_srq_wr = 16384;
     attr.max_srq_sge = 32;
-    // The limits of Soft-RoCE (rxe), which counts the members of a group per device; the twin counts them in the
-    // domain.
+    // These are the limits of Soft-RoCE (rxe). Soft-RoCE counts the members of a group per device, and the twin counts
+    // them per domain (emulated machine).
     attr.max_mcast_grp = 8192;
     attr.max_mcast_qp_attach = max_multicast_members;
     attr.max_total_mcast_qp_attach = 8192 * max_multicast_members;

@@ -1,4 +1,5 @@
-// Extended completion queues: ibv_create_cq_ex, and the poll and read functions in the structure of such a queue.
+// Extended completion queues: ibv_create_cq_ex, and the functions in ibv_cq_ex that poll the queue and read
+// completions.
 #include <cstdio>
 #include <cstdlib>
 
@@ -73,28 +74,27 @@ void end_poll(ibv_cq_ex* cq) {
 // Set the functions that read a completion. As with real providers, the functions for fields that the client has not
 // requested stay null.
 void fill_read_functions(ibv_cq_ex* cq, std::uint64_t wc_flags) {
-    cq->read_opcode = [](ibv_cq_ex* current) { return get_current(current).wc.opcode; };
-    cq->read_vendor_err = [](ibv_cq_ex* current) { return get_current(current).wc.vendor_err; };
-    cq->read_wc_flags = [](ibv_cq_ex* current) { return get_current(current).wc.wc_flags; };
+    cq->read_opcode = [](ibv_cq_ex* queue) { return get_current(queue).wc.opcode; };
+    cq->read_vendor_err = [](ibv_cq_ex* queue) { return get_current(queue).wc.vendor_err; };
+    cq->read_wc_flags = [](ibv_cq_ex* queue) { return get_current(queue).wc.wc_flags; };
     const auto fill = [wc_flags](std::uint64_t flag, auto* function, auto implementation) {
         if ((wc_flags & flag) != 0) {
             *function = implementation;
         }
     };
-    fill(IBV_WC_EX_WITH_BYTE_LEN, &cq->read_byte_len,
-         [](ibv_cq_ex* current) { return get_current(current).wc.byte_len; });
-    fill(IBV_WC_EX_WITH_IMM, &cq->read_imm_data, [](ibv_cq_ex* current) { return get_current(current).wc.imm_data; });
-    fill(IBV_WC_EX_WITH_QP_NUM, &cq->read_qp_num, [](ibv_cq_ex* current) { return get_current(current).wc.qp_num; });
-    fill(IBV_WC_EX_WITH_SRC_QP, &cq->read_src_qp, [](ibv_cq_ex* current) { return get_current(current).wc.src_qp; });
+    fill(IBV_WC_EX_WITH_BYTE_LEN, &cq->read_byte_len, [](ibv_cq_ex* queue) { return get_current(queue).wc.byte_len; });
+    fill(IBV_WC_EX_WITH_IMM, &cq->read_imm_data, [](ibv_cq_ex* queue) { return get_current(queue).wc.imm_data; });
+    fill(IBV_WC_EX_WITH_QP_NUM, &cq->read_qp_num, [](ibv_cq_ex* queue) { return get_current(queue).wc.qp_num; });
+    fill(IBV_WC_EX_WITH_SRC_QP, &cq->read_src_qp, [](ibv_cq_ex* queue) { return get_current(queue).wc.src_qp; });
     fill(IBV_WC_EX_WITH_SLID, &cq->read_slid,
-         [](ibv_cq_ex* current) { return std::uint32_t{get_current(current).wc.slid}; });
-    fill(IBV_WC_EX_WITH_SL, &cq->read_sl, [](ibv_cq_ex* current) { return get_current(current).wc.sl; });
+         [](ibv_cq_ex* queue) { return std::uint32_t{get_current(queue).wc.slid}; });
+    fill(IBV_WC_EX_WITH_SL, &cq->read_sl, [](ibv_cq_ex* queue) { return get_current(queue).wc.sl; });
     fill(IBV_WC_EX_WITH_DLID_PATH_BITS, &cq->read_dlid_path_bits,
-         [](ibv_cq_ex* current) { return get_current(current).wc.dlid_path_bits; });
+         [](ibv_cq_ex* queue) { return get_current(queue).wc.dlid_path_bits; });
     fill(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP, &cq->read_completion_ts,
-         [](ibv_cq_ex* current) { return get_current(current).device_cycles; });
+         [](ibv_cq_ex* queue) { return get_current(queue).device_cycles; });
     fill(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK, &cq->read_completion_wallclock_ns,
-         [](ibv_cq_ex* current) { return get_current(current).wallclock_ns; });
+         [](ibv_cq_ex* queue) { return get_current(queue).wallclock_ns; });
 }
 
 // Return 0, EOPNOTSUPP or EINVAL, as mlx5_create_cq_ex does for the same arguments.

@@ -1,5 +1,5 @@
-// Implements the extended way to post send requests. The errors equal mlx5's: the first error of a list is returned
-// by ibv_wr_complete, and then no request of the list is posted.
+// Implements the extended functions to post send requests (ibv_wr_*). Errors are handled as in mlx5: ibv_wr_complete
+// returns the first error of a list, and then posts no request of the list.
 
 #include "ibverbs/extended_post.hpp"
 
@@ -24,27 +24,27 @@ constexpr std::uint64_t unreliable_operations = datagram_operations | IBV_QP_EX_
 constexpr std::uint64_t reliable_operations = unreliable_operations | IBV_QP_EX_WITH_RDMA_READ |
                                               IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
 
-QueuePairHandle* get_extended_cq_handle(ibv_qp_ex* qp) {
+QueuePairHandle* get_extended_qp_handle(ibv_qp_ex* qp) {
     return get_qp_handle(&qp->qp_base);
 }
 
 RequestBuilder* get_builder(ibv_qp_ex* qp, const char* function) {
-    RequestBuilder* const builder = get_extended_cq_handle(qp)->builder.get();
+    RequestBuilder* const builder = get_extended_qp_handle(qp)->builder.get();
     builder->require_started(function);
     return builder;
 }
 
 void start(ibv_qp_ex* qp) {
     if (is_alive("ibv_qp", qp)) {
-        get_extended_cq_handle(qp)->builder->start();
+        get_extended_qp_handle(qp)->builder->start();
     }
 }
 
 int complete(ibv_qp_ex* qp) {
     RequestBuilder* const builder = get_builder(qp, "ibv_wr_complete");
-    QueuePair& pair = *get_extended_cq_handle(qp)->impl;
+    QueuePair& pair = *get_extended_qp_handle(qp)->impl;
     const auto fault = find_injected_fault("ibv_wr_complete");
-    int error = fault ? *fault : builder->check(pair.type(), pair.free_send_slot_count());
+    int error = fault ? *fault : builder->check(pair.type(), pair.count_free_send_slots());
     if (ibv_send_wr* const list = builder->link(); error == 0 && list != nullptr) {
         ibv_send_wr* bad_wr = nullptr;
         error = pair.post_send(list, &bad_wr);
@@ -84,7 +84,7 @@ void add_bind(ibv_qp_ex* qp, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_i
     wr.bind_mw.rkey = rkey;
     wr.bind_mw.bind_info = *info;
     if (make_binding(mw, rkey, *info) == nullptr) {
-        get_extended_cq_handle(qp)->builder->fail(EINVAL);
+        get_extended_qp_handle(qp)->builder->fail(EINVAL);
     }
 }
 
@@ -109,12 +109,12 @@ void set_xrc_srq_number(ibv_qp_ex* qp, std::uint32_t remote_srqn) {
 
 void set_sges(ibv_qp_ex* qp, std::size_t count, const ibv_sge* sges) {
     get_builder(qp, "ibv_wr_set_sge_list")
-        ->set_sges(sges, count, get_extended_cq_handle(qp)->impl->capacity().max_send_sge);
+        ->set_sges(sges, count, get_extended_qp_handle(qp)->impl->capacity().max_send_sge);
 }
 
 void set_inline(ibv_qp_ex* qp, std::size_t count, const ibv_data_buf* buffers) {
     get_builder(qp, "ibv_wr_set_inline_data_list")
-        ->set_inline(buffers, count, get_extended_cq_handle(qp)->impl->capacity().max_inline_data);
+        ->set_inline(buffers, count, get_extended_qp_handle(qp)->impl->capacity().max_inline_data);
 }
 
 void fill_send_functions(ibv_qp_ex* qp, std::uint64_t flags) {
@@ -182,7 +182,7 @@ void RequestBuilder::require_started(const char* function) const {
 }
 
 ibv_send_wr& RequestBuilder::add(const ibv_qp_ex& qp, ibv_wr_opcode opcode) {
-    // Whether data is inline is not a flag here: ibv_wr_set_inline_data decides it.
+    // The inline flag of the client is ignored: only ibv_wr_set_inline_data makes a request inline.
     const unsigned flags = qp.wr_flags & ~IBV_SEND_INLINE;
     if ((flags & ~supported_wr_flags) != 0) {
         fail(EINVAL);

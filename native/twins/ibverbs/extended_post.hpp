@@ -1,5 +1,5 @@
-// The extended way to post send requests: a program starts a list, adds requests by the ibv_wr_* functions, and
-// completes or aborts the list.
+// The extended functions to post send requests (ibv_wr_*): a program starts a list, adds requests by the ibv_wr_*
+// functions, and completes or aborts the list.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ public:
     ibv_send_wr* last();
     void set_sges(const ibv_sge* sges, std::size_t count, std::uint32_t max_count);
     void set_inline(const ibv_data_buf* buffers, std::size_t count, std::uint32_t max_bytes);
-    // Keep the first error. ibv_wr_complete returns it.
+    // Record an error. ibv_wr_complete returns the first error of the list.
     void fail(int error) { error_ = error_ == 0 ? error : error_; }
 
     // Return 0, or the errno with which the list fails. A list that passes is posted completely.
@@ -53,7 +53,7 @@ private:
 // Return whether a queue pair of this type can have these operations (enum ibv_qp_create_send_ops_flags).
 bool supports_send_operations(ibv_qp_type type, std::uint64_t flags);
 
-// Give a queue pair the functions of these operations.
+// Set the function pointers of these operations in a queue pair.
 void enable_extended_posts(QueuePairHandle* handle, std::uint64_t flags);
 
 } // namespace gdrkit::twin::verbs

@@ -1,4 +1,4 @@
-// Gives and revokes grants. Under a grant, the process of the peer copies to and from a region of this process itself.
+// Gives and revokes grants. A grant lets the process of the peer copy directly to and from a region of this process.
 
 #include "ibverbs/grants.hpp"
 
@@ -63,7 +63,7 @@ GrantIssuer::~GrantIssuer() {
 
 bool GrantIssuer::has_granted(std::uint32_t rkey) {
     std::lock_guard lock(mutex_);
-    return std::ranges::find(rkeys_, rkey) != rkeys_.end();
+    return std::ranges::find(granted_rkeys_, rkey) != granted_rkeys_.end();
 }
 
 void GrantIssuer::grant(Region* region, unsigned access) {
@@ -74,7 +74,7 @@ void GrantIssuer::grant(Region* region, unsigned access) {
     }
     const std::uint32_t slot = next_slot_++ % GrantTable::slot_count;
     revoke_slot(slot);
-    rkeys_[slot] = region->rkey;
+    granted_rkeys_[slot] = region->rkey;
     Grant& grant = table_->grants[slot];
     grant.rkey = region->rkey;
     grant.begin = region->iova;
@@ -86,9 +86,9 @@ void GrantIssuer::grant(Region* region, unsigned access) {
 
 void GrantIssuer::revoke(std::uint32_t rkey) {
     std::lock_guard lock(mutex_);
-    const auto entry = std::ranges::find(rkeys_, rkey);
-    if (entry != rkeys_.end()) {
-        revoke_slot(static_cast<std::uint32_t>(entry - rkeys_.begin()));
+    const auto entry = std::ranges::find(granted_rkeys_, rkey);
+    if (entry != granted_rkeys_.end()) {
+        revoke_slot(static_cast<std::uint32_t>(entry - granted_rkeys_.begin()));
     }
 }
 
@@ -100,8 +100,8 @@ void GrantIssuer::revoke_all() {
 }
 
 void GrantIssuer::revoke_slot(std::uint32_t slot) {
-    if (rkeys_[slot] != 0) {
-        rkeys_[slot] = 0;
+    if (granted_rkeys_[slot] != 0) {
+        granted_rkeys_[slot] = 0;
         table_->grants[slot].is_valid = 0;
         wait_until_unused(slot);
     }

@@ -1,7 +1,7 @@
-// Grants. With a grant of the responder, the requester of a connection itself copies to and from a region in the
-// responder's process, and needs no thread of the responder. The responder gives a grant after it has served a request
-// to the region. Before the region, the permissions or the state of the queue pair change, the responder revokes the
-// grant and waits for the end of a running copy.
+// Grants. With a grant from the responder, the requester of a connection copies directly to and from a region in the
+// responder's process, without a thread of the responder. The responder gives a grant after it has served a request to
+// the region. Before the region, the permissions or the state of the queue pair change, the responder revokes the grant
+// and waits for the end of a running copy.
 //
 // A grant gives the requester no new power: the system lets a process access the memory of another process only if it
 // may debug that process (ptrace). A requester that ignores the table can harm only programs of its own user.
@@ -23,7 +23,7 @@ class Region;
 struct Grant {
     std::atomic<std::uint32_t> is_valid{0};
     std::uint32_t rkey = 0;
-    // The range in addresses of requests, and the address of its first byte in the responder's process.
+    // The range, as addresses in requests of the peer, and the address of its first byte in the responder's process.
     std::uint64_t begin = 0, length_bytes = 0, mapped_address = 0;
     std::uint32_t access = 0; // IBV_ACCESS_REMOTE_WRITE and IBV_ACCESS_REMOTE_READ
 };
@@ -33,8 +33,8 @@ struct Grant {
 // consistent. So either the requester sees that the grant is revoked, or the responder sees that it is in use.
 struct GrantTable {
     static constexpr std::uint32_t slot_count = 64;
-    // The requester writes these: the slot that it uses, counted from 1 (0: none), and the requests and bytes that it
-    // has copied itself.
+    // The requester writes these: the slot that it uses, counted from 1 (0: none), and the numbers of requests and
+    // bytes that it has copied.
     alignas(64) std::atomic<std::uint32_t> used_slot{0};
     std::atomic<std::uint64_t> request_count{0}, write_bytes{0}, read_bytes{0};
     // The responder writes this.
@@ -60,7 +60,7 @@ public:
     void revoke_all();
     // Revoke all grants, and do not use the table after this call.
     void close();
-    // Add what the requester has carried out itself since the last call to the traffic that the device has served.
+    // Add the requests and bytes that the requester has copied since the last call to the device's served traffic.
     void collect_traffic();
 
 private:
@@ -74,7 +74,7 @@ private:
     const Fd requester_process_; // is readable when the process has ended
     Device* const device_;
     // Keys of the grants that this process has given; 0: the slot is free. The table itself cannot be trusted.
-    std::array<std::uint32_t, GrantTable::slot_count> rkeys_{};
+    std::array<std::uint32_t, GrantTable::slot_count> granted_rkeys_{};
     std::uint32_t next_slot_ = 0;
     bool is_requester_gone_ = false; // its process has ended or is stopped, so that no revocation waits for it
     std::uint64_t collected_requests_ = 0, collected_write_bytes_ = 0, collected_read_bytes_ = 0;

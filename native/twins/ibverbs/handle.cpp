@@ -21,7 +21,7 @@ Quarantine& quarantine_state() {
     return *instance;
 }
 
-std::uint64_t get_extended_cq_handle(const void* object) {
+std::uint64_t get_ledger_key(const void* object) {
     return reinterpret_cast<std::uint64_t>(object);
 }
 
@@ -33,17 +33,17 @@ std::uint32_t make_next_handle() {
 }
 
 void track(std::string_view kind, const void* object) {
-    ledger_add(kind, get_extended_cq_handle(object));
+    ledger_add(kind, get_ledger_key(object));
 }
 
 bool is_alive(std::string_view kind, const void* object) {
     // If the handle is not live, ledger_remove aborts (double release) or returns false (unknown handle).
     return object != nullptr &&
-           (ledger_holds(kind, get_extended_cq_handle(object)) || ledger_remove(kind, get_extended_cq_handle(object)));
+           (ledger_holds(kind, get_ledger_key(object)) || ledger_remove(kind, get_ledger_key(object)));
 }
 
 bool untrack(std::string_view kind, const void* object) {
-    return ledger_remove(kind, get_extended_cq_handle(object));
+    return ledger_remove(kind, get_ledger_key(object));
 }
 
 void quarantine(std::shared_ptr<void> memory) {
@@ -52,7 +52,7 @@ void quarantine(std::shared_ptr<void> memory) {
     std::shared_ptr<void> oldest;
     std::lock_guard lock(state.mutex);
     state.memory.push_back(std::move(memory));
-    // The ledger has forgotten the release of an older object, so its memory need not be kept.
+    // The ledger remembers only this number of releases, so the memory of older objects need not be kept.
     if (state.memory.size() > max_remembered_releases) {
         oldest = std::move(state.memory.front());
         state.memory.pop_front();

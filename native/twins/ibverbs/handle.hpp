@@ -1,7 +1,7 @@
 // Creation and release of the structures that clients hold pointers to (ibv_pd, ibv_mr ...). The first member of each
 // structure is the public structure (`public_pd`, `public_mr` ...). The member `impl`, if there is one, is the twin's
-// implementation of the object. Live objects are in the ledger. The memory of released objects is kept for a while
-// (quarantined), so that a use after the release is detected.
+// implementation of the object. The ledger (model/ledger.hpp) lists the live objects. The memory of released objects is
+// kept for a while (quarantined), so that a use after the release is detected.
 #pragma once
 
 #include <cstdint>

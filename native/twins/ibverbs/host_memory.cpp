@@ -39,9 +39,9 @@ struct PageRange {
 };
 
 PageRange get_pages(const void* address, std::uint64_t length_bytes) {
-    const auto first = reinterpret_cast<std::uint64_t>(address);
+    const auto first_address = reinterpret_cast<std::uint64_t>(address);
     const std::uint64_t mask = page_bytes() - 1;
-    return {first & ~mask, (first + length_bytes + mask) & ~mask};
+    return {first_address & ~mask, (first_address + length_bytes + mask) & ~mask};
 }
 
 bool has_cap_ipc_lock() {
@@ -58,21 +58,21 @@ bool has_cap_ipc_lock() {
 // Add to the locked memory, or return EPERM or ENOMEM if the sum exceeds RLIMIT_MEMLOCK. Like the kernel, count a page
 // once for each region that contains it. The limit is read at each call because it may change while the process runs.
 int charge_locked_bytes(std::uint64_t bytes) {
-    LockedMemory& state = locked_memory();
-    std::lock_guard lock(state.mutex);
+    LockedMemory& locked = locked_memory();
+    std::lock_guard lock(locked.mutex);
     rlimit limit{};
     if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-        state.total_bytes + bytes > limit.rlim_cur && !has_cap_ipc_lock()) {
+        locked.total_bytes + bytes > limit.rlim_cur && !has_cap_ipc_lock()) {
         return limit.rlim_cur == 0 ? EPERM : ENOMEM;
     }
-    state.total_bytes += bytes;
+    locked.total_bytes += bytes;
     return 0;
 }
 
 void uncharge_locked_bytes(std::uint64_t bytes) {
-    LockedMemory& state = locked_memory();
-    std::lock_guard lock(state.mutex);
-    state.total_bytes -= bytes;
+    LockedMemory& locked = locked_memory();
+    std::lock_guard lock(locked.mutex);
+    locked.total_bytes -= bytes;
 }
 
 // Memory that the program has allocated in this process.
@@ -151,7 +151,7 @@ int make_host_memory(void* address, std::uint64_t length_bytes, bool writable, s
     if (const int error = charge_locked_bytes(locked_bytes); error != 0) {
         return error;
     }
-    // Its destructor uncharges the bytes if the next check fails.
+    // If the next check fails, the destructor of `host_memory` uncharges the bytes.
     auto host_memory = std::make_unique<HostMemory>(address, locked_bytes);
     if (const int error = check_mapped(pages.begin, pages.end, writable); error != 0) {
         return error;

@@ -50,7 +50,7 @@ extern "C" {
     to->port_num = from->port_num;
 }
 
-// qp_state is not set: the kernel returns the attributes of a transition, and the caller knows the target state.
+// The function does not set qp_state: the attributes are for one transition, and the caller knows its target state.
 [[gnu::visibility("default")]] void ibv_copy_qp_attr_from_kern(ibv_qp_attr* to, const ib_uverbs_qp_attr* from) {
     to->cur_qp_state = static_cast<ibv_qp_state>(from->cur_qp_state);
     to->path_mtu = static_cast<ibv_mtu>(from->path_mtu);

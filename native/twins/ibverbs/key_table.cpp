@@ -15,10 +15,10 @@ std::uint32_t scramble_bits(std::uint32_t value) {
 std::shared_ptr<Region> find_usable_region(const RegionsByKey KeyTable::*regions, std::uint32_t key,
                                            const ProtectionDomain* domain, unsigned required_access,
                                            std::uint64_t address, std::uint64_t size_bytes) {
-    KeyTable& state = key_table();
-    std::lock_guard lock(state.mutex);
-    const auto entry = (state.*regions).find(key);
-    if (entry == (state.*regions).end()) {
+    KeyTable& table = key_table();
+    std::lock_guard lock(table.mutex);
+    const auto entry = (table.*regions).find(key);
+    if (entry == (table.*regions).end()) {
         return nullptr;
     }
     const std::shared_ptr<Region>& region = entry->second;
@@ -36,30 +36,30 @@ KeyTable& key_table() {
 
 // The keys are scrambled values of a counter. No key repeats before all other keys were drawn, so the table need not
 // store used keys.
-std::uint32_t draw_unused_key(KeyTable* state) {
+std::uint32_t draw_unused_key(KeyTable* table) {
     std::uint32_t key = 0;
-    while (key == 0 || state->windows.contains(get_window_index(key))) {
-        key = scramble_bits(++state->counter);
+    while (key == 0 || table->windows.contains(get_window_index(key))) {
+        key = scramble_bits(++table->counter);
     }
     return key;
 }
 
 void assign_keys(const std::shared_ptr<Region>& region) {
-    KeyTable& state = key_table();
-    std::lock_guard lock(state.mutex);
-    region->lkey = draw_unused_key(&state);
-    region->rkey = draw_unused_key(&state);
-    state.local[region->lkey] = region;
-    state.remote[region->rkey] = region;
+    KeyTable& table = key_table();
+    std::lock_guard lock(table.mutex);
+    region->lkey = draw_unused_key(&table);
+    region->rkey = draw_unused_key(&table);
+    table.by_lkey[region->lkey] = region;
+    table.by_rkey[region->rkey] = region;
 }
 
 void move_keys(const Region& old_region, const std::shared_ptr<Region>& region) {
-    KeyTable& state = key_table();
-    std::lock_guard lock(state.mutex);
+    KeyTable& table = key_table();
+    std::lock_guard lock(table.mutex);
     region->lkey = old_region.lkey;
     region->rkey = old_region.rkey;
-    state.local[region->lkey] = region;
-    state.remote[region->rkey] = region;
+    table.by_lkey[region->lkey] = region;
+    table.by_rkey[region->rkey] = region;
 }
 
 bool has_windows(const Region& region) {
@@ -68,24 +68,24 @@ bool has_windows(const Region& region) {
 }
 
 bool remove_keys(const Region& region) {
-    KeyTable& state = key_table();
-    std::lock_guard lock(state.mutex);
+    KeyTable& table = key_table();
+    std::lock_guard lock(table.mutex);
     if (region.window_count > 0) {
         return false;
     }
-    state.local.erase(region.lkey);
-    state.remote.erase(region.rkey);
+    table.by_lkey.erase(region.lkey);
+    table.by_rkey.erase(region.rkey);
     return true;
 }
 
 std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain* domain, unsigned required_access,
                                      std::uint64_t address, std::uint64_t size_bytes) {
-    return find_usable_region(&KeyTable::local, lkey, domain, required_access, address, size_bytes);
+    return find_usable_region(&KeyTable::by_lkey, lkey, domain, required_access, address, size_bytes);
 }
 
 std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
                                      unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes) {
-    if (auto region = find_usable_region(&KeyTable::remote, rkey, domain, required_access, *address, size_bytes)) {
+    if (auto region = find_usable_region(&KeyTable::by_rkey, rkey, domain, required_access, *address, size_bytes)) {
         return region;
     }
     return find_by_window(rkey, domain, qp_num, required_access, address, size_bytes);

@@ -15,14 +15,14 @@ using RegionsByKey = std::unordered_map<std::uint32_t, std::shared_ptr<Region>>;
 struct KeyTable {
     std::mutex mutex;
     std::uint32_t counter = static_cast<std::uint32_t>(random_u64()); // starts at a random value
-    RegionsByKey local, remote;
-    // The memory windows by the upper 24 bits of their rkey. Binding a window changes the other 8 bits.
+    RegionsByKey by_lkey, by_rkey;
+    // The memory windows, by the upper 24 bits of their rkey. Binding a window may change only the lower 8 bits.
     std::unordered_map<std::uint32_t, std::shared_ptr<Window>> windows;
 };
 
 KeyTable& key_table();
 
 // Return a key that no region has, and whose upper 24 bits no window has. The caller holds the lock of the table.
-std::uint32_t draw_unused_key(KeyTable* state);
+std::uint32_t draw_unused_key(KeyTable* table);
 
 } // namespace gdrkit::twin::verbs

@@ -21,8 +21,8 @@ static_assert(payload_ring_bytes >= 2 * max_chunk_bytes);
 using AtomicCount = std::atomic<std::uint32_t>;
 static_assert(AtomicCount::is_always_lock_free && sizeof(AtomicCount) == 4);
 
-// Wake the peer by one byte on the socket. If the socket buffer is full, this has not failed: the unread bytes wake the
-// peer.
+// Wake the peer by one byte on the socket. Return false if the peer is gone. A full socket buffer is no failure,
+// because the unread bytes wake the peer.
 bool send_wake_byte(int socket) {
     const char wake_byte = 0;
     ssize_t sent_bytes = 0;
@@ -54,11 +54,11 @@ struct Link::ControlBlock {
     // Written by the requester.
     alignas(64) AtomicCount request_count{0};
     alignas(64) AtomicCount awaited_response_count{0}; // the sleeping requester waits for this number of responses
-    AtomicCount requester_sleeps{0};
+    AtomicCount is_requester_asleep{0};
     AtomicCount has_ended{0};
     // Written by the responder.
     alignas(64) AtomicCount response_count{0};
-    alignas(64) AtomicCount responder_sleeps{0};
+    alignas(64) AtomicCount is_responder_asleep{0};
     alignas(64) wire::Request requests[slot_count];
     alignas(64) wire::Response responses[slot_count];
     GrantTable grants;
@@ -113,14 +113,14 @@ BounceBuffer* Link::get_private_buffer() {
 
 std::optional<std::uint32_t> Link::reserve(std::size_t size_bytes) {
     if (reserved_bytes_ == released_bytes_) {
-        // Restart at the begin of the ring. While few requests are in flight, they use the same memory again and again,
-        // which stays in the cache.
+        // Start again at the beginning of the ring. While few requests are in flight, they use the same memory again
+        // and again, which stays in the cache.
         reserved_bytes_ = released_bytes_ = 0;
     }
     // A request without payload reserves space too, so that an empty ring means that no request is in flight.
     const std::size_t aligned_size =
         (std::max<std::size_t>(size_bytes, 1) + payload_alignment - 1) / payload_alignment * payload_alignment;
-    // A payload that does not fit at the end of the ring starts at its begin.
+    // A payload that does not fit at the end of the ring is placed at the start.
     const std::size_t position = reserved_bytes_ % payload_ring_bytes;
     const std::uint64_t begin = position + aligned_size > payload_ring_bytes
                                     ? reserved_bytes_ + payload_ring_bytes - position
@@ -140,8 +140,8 @@ void Link::put_request(std::uint32_t number, const wire::Request& request) {
     control_->requests[number % slot_count] = request;
 }
 
-// How no wake-up is lost: a side that publishes first stores its count and then loads the peer's sleep flag. A side
-// that goes to sleep first stores its sleep flag and then loads the peer's count. All four accesses are sequentially
+// No wake-up is lost: a side that publishes first stores its count and then loads the peer's sleep flag. A side that
+// goes to sleep first stores its sleep flag and then loads the peer's count. All four accesses are sequentially
 // consistent. So either the sleeping side sees the new count, or the publishing side sees the flag and sends a wake-up.
 
 void Link::store_request_count(std::uint32_t count) {
@@ -150,14 +150,15 @@ void Link::store_request_count(std::uint32_t count) {
 
 bool Link::publish_requests(std::uint32_t count, int socket) {
     store_request_count(count);
-    return control_->responder_sleeps == 0 || control_->responder_sleeps.exchange(0) == 0 || send_wake_byte(socket);
+    return control_->is_responder_asleep == 0 || control_->is_responder_asleep.exchange(0) == 0 ||
+           send_wake_byte(socket);
 }
 
 std::uint32_t Link::response_count() const {
     return control_->response_count.load(std::memory_order_acquire);
 }
 
-wire::Response Link::response(std::uint32_t number) const {
+wire::Response Link::read_response(std::uint32_t number) const {
     return read_once(control_->responses[number % slot_count]);
 }
 
@@ -172,11 +173,11 @@ bool Link::has_ended() const {
 
 bool Link::request_wake_at(std::uint32_t count) {
     control_->awaited_response_count = count;
-    control_->requester_sleeps = 1;
+    control_->is_requester_asleep = 1;
     if (!has_reached(control_->response_count, count)) {
         return true;
     }
-    control_->requester_sleeps = 0;
+    control_->is_requester_asleep = 0;
     return false;
 }
 
@@ -184,7 +185,7 @@ std::uint32_t Link::request_count() const {
     return control_->request_count.load(std::memory_order_acquire);
 }
 
-wire::Request Link::request(std::uint32_t number) const {
+wire::Request Link::read_request(std::uint32_t number) const {
     return read_once(control_->requests[number % slot_count]);
 }
 
@@ -202,8 +203,8 @@ void Link::put_response(std::uint32_t number, const wire::Response& response) {
 
 bool Link::store_response_count(std::uint32_t count) {
     control_->response_count = count;
-    return control_->requester_sleeps != 0 && has_reached(count, control_->awaited_response_count) &&
-           control_->requester_sleeps.exchange(0) != 0;
+    return control_->is_requester_asleep != 0 && has_reached(count, control_->awaited_response_count) &&
+           control_->is_requester_asleep.exchange(0) != 0;
 }
 
 void Link::publish_responses(std::uint32_t count, int socket) {
@@ -215,8 +216,8 @@ void Link::publish_responses(std::uint32_t count, int socket) {
 
 bool Link::take_wake(int socket) {
     char wake_bytes[64];
-    const ssize_t received = recv(socket, wake_bytes, sizeof wake_bytes, MSG_DONTWAIT);
-    return received > 0 || (received < 0 && (errno == EAGAIN || errno == EINTR));
+    const ssize_t received_bytes = recv(socket, wake_bytes, sizeof wake_bytes, MSG_DONTWAIT);
+    return received_bytes > 0 || (received_bytes < 0 && (errno == EAGAIN || errno == EINTR));
 }
 
 bool Link::wait_for_request(std::uint32_t served_count, int socket) {
@@ -225,8 +226,8 @@ bool Link::wait_for_request(std::uint32_t served_count, int socket) {
     }
     while (request_wake_after(served_count)) {
         char wake_bytes[64];
-        const ssize_t received = recv(socket, wake_bytes, sizeof wake_bytes, 0);
-        if (received == 0 || (received < 0 && errno != EINTR)) {
+        const ssize_t received_bytes = recv(socket, wake_bytes, sizeof wake_bytes, 0);
+        if (received_bytes == 0 || (received_bytes < 0 && errno != EINTR)) {
             return false;
         }
         if (request_count() != served_count) {
@@ -237,11 +238,11 @@ bool Link::wait_for_request(std::uint32_t served_count, int socket) {
 }
 
 bool Link::request_wake_after(std::uint32_t count) {
-    control_->responder_sleeps = 1;
+    control_->is_responder_asleep = 1;
     if (control_->request_count == count) {
         return true;
     }
-    control_->responder_sleeps = 0;
+    control_->is_responder_asleep = 0;
     return false;
 }
 

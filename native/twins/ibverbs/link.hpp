@@ -23,14 +23,14 @@ namespace gdrkit::twin::verbs {
 
 struct GrantTable;
 
-// Poll a condition for at most 100 us, and return whether it is true. If it is not, the caller sleeps. In a virtual
-// machine, a sleep and a wake-up take tens of microseconds, so polling costs less if the peer is about to act.
-// sched_yield lets other threads run meanwhile. If another thread then keeps the processor for more than 50 us, this
-// thread sleeps instead of polling for the next 20 ms. The scheduler prefers a thread that wakes up to a thread that
-// yields.
+// Poll a condition for at most 100 us, and return whether it is true. If the result is false, the caller goes to sleep.
+// In a virtual machine, a sleep and a wake-up take tens of microseconds, so polling costs less if the peer is about to
+// act. sched_yield lets other threads run meanwhile. If another thread then keeps the processor for more than 50 us,
+// this thread sleeps instead of polling for the next 20 ms, because the scheduler prefers a thread that wakes up to a
+// thread that yields.
 template <typename Condition> bool spin_until(Condition is_true) {
     using Clock = std::chrono::steady_clock;
-    constexpr std::chrono::microseconds spin_time{100}, longest_yield{50}, pause{20'000};
+    constexpr std::chrono::microseconds spin_time{100}, longest_yield{50}, no_spin_time{20'000};
     static thread_local Clock::time_point spin_again_at{};
     auto now = Clock::now();
     if (now < spin_again_at) {
@@ -41,7 +41,7 @@ template <typename Condition> bool spin_until(Condition is_true) {
         sched_yield();
         const auto yielded_at = std::exchange(now, Clock::now());
         if (now - yielded_at > longest_yield) {
-            spin_again_at = now + pause;
+            spin_again_at = now + no_spin_time;
             return is_true();
         }
         if (now >= deadline) {
@@ -77,7 +77,7 @@ public:
 
     // Functions of the requester. Requests and responses are numbered from 0, modulo 2^32.
 
-    // Descriptors to pass to adopt(); still owned by this object.
+    // Return the descriptors to pass to adopt(). This object still owns them.
     [[nodiscard]] std::array<int, fd_count> fds() const { return {memory_->fd(), pipe_->reader()}; }
 
     // Reserve space in the payload ring and return its offset; nullopt if there is not enough space at present.
@@ -85,7 +85,8 @@ public:
     // Return the number of bytes that were ever reserved. After a reservation, pass this number to release_up_to() to
     // release the reserved space.
     [[nodiscard]] std::uint64_t reserved_bytes() const { return reserved_bytes_; }
-    // Release all space up to this mark. Space must be released in the order of the reservations.
+    // Release all space up to `mark`, a value of reserved_bytes(). Space must be released in the order of the
+    // reservations.
     void release_up_to(std::uint64_t mark);
 
     // Store a request in the ring; publish_requests makes it visible.
@@ -94,7 +95,7 @@ public:
     virtual bool publish_requests(std::uint32_t count, int socket);
     // Return the number of responses that the responder has published.
     [[nodiscard]] std::uint32_t response_count() const;
-    [[nodiscard]] wire::Response response(std::uint32_t number) const;
+    [[nodiscard]] wire::Response read_response(std::uint32_t number) const;
     // Tell the responder to drop all requests that it has not started, and drain the pipe.
     virtual void mark_ended();
     // Request a wake-up when `count` responses exist. Return false if they exist already.
@@ -103,7 +104,7 @@ public:
     [[nodiscard]] virtual int wake_fd(int socket) const { return socket; }
     // Return whether publish_requests may wait for the peer.
     [[nodiscard]] virtual bool may_wait_for_peer() const { return false; }
-    // Take the wake-ups from the descriptor. Return false if the peer is gone.
+    // Read and discard the wake-ups. Return false if the peer is gone.
     virtual bool take_wake(int socket);
 
     // Functions of the responder.
@@ -112,7 +113,7 @@ public:
     [[nodiscard]] std::uint32_t request_count() const;
     // Return whether the requester has called mark_ended.
     [[nodiscard]] bool has_ended() const;
-    [[nodiscard]] wire::Request request(std::uint32_t number) const;
+    [[nodiscard]] wire::Request read_request(std::uint32_t number) const;
     // Return whether the request's payload lies within the payload ring.
     static bool is_payload_in_bounds(const wire::Request& request);
     void put_response(std::uint32_t number, const wire::Response& response);

@@ -12,7 +12,7 @@ namespace gdrkit::twin::verbs {
 class Memory {
 public:
     virtual ~Memory() = default;
-    // Copy between the memory and a bounce buffer. `offset` is relative to the begin of the region. The caller has
+    // Copy between the memory and a bounce buffer. `offset` is relative to the start of the region. The caller has
     // checked that the range lies in the region. Return 0 or an errno.
     virtual int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes) = 0;
     virtual int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset,
@@ -23,15 +23,15 @@ public:
 
 // Each of the following functions creates the memory of a region and returns 0 or an errno.
 
-// Host memory, checked and counted as if a driver pinned it. ENOMEM or EPERM: RLIMIT_MEMLOCK is exceeded. EFAULT: a
+// Use host memory, checked and counted as if a driver pinned it. ENOMEM or EPERM: RLIMIT_MEMLOCK is exceeded. EFAULT: a
 // page is not mapped, or is not writable although `writable` is true.
 int make_host_memory(void* address, std::uint64_t length_bytes, bool writable, std::unique_ptr<Memory>* memory);
 
-// The part [offset_bytes, offset_bytes + length_bytes) of a twin's dma-buf.
+// Use the part [offset_bytes, offset_bytes + length_bytes) of a twin's dma-buf.
 int make_mapped_dmabuf(int fd, std::uint64_t offset_bytes, std::uint64_t length_bytes, std::unique_ptr<Memory>* memory);
 
-// Device memory at an address. The CUDA driver that the process has loaded copies it. EINVAL: the range is not device
-// memory.
+// Use device memory at an address, by copies of the CUDA driver that the process has loaded. EINVAL: the range is not
+// device memory.
 int make_cuda_memory(std::uint64_t address, std::uint64_t length_bytes, std::unique_ptr<Memory>* memory);
 
 } // namespace gdrkit::twin::verbs

@@ -1,4 +1,4 @@
-// Implements copies between two processes.
+// Copies memory between this process and a peer process. Idle threads help with large copies.
 
 #include "ibverbs/parallel_copy.hpp"
 
@@ -22,14 +22,14 @@ constexpr std::size_t piece_bytes = 128U << 10;
 // Size of the part that is copied last.
 constexpr std::size_t tail_bytes = 64;
 
-// A yield or the copy of a piece takes longer than this only if other threads use the processor. The scheduler could
-// then stop a helping thread in the middle of a piece, and the whole copy would wait for it. So the thread does not
-// help for `help_pause`.
+// A yield or the copy of a piece takes longer than these times only if other threads use the processor. The scheduler
+// could then stop a helping thread in the middle of a piece, and the whole copy would wait for it. So the thread does
+// not help for `help_pause`.
 constexpr std::chrono::microseconds longest_yield{50}, longest_piece{200};
 constexpr std::chrono::milliseconds help_pause{20};
 thread_local std::chrono::steady_clock::time_point help_again_at{};
-// A yield of this duration gave the processor to a thread that used its whole time slice, perhaps to spin for a lock
-// that this thread holds while it polls (UCX polls with the lock of its worker). If this thread yields only inside
+// A yield that takes `whole_slice` gave the processor to a thread that used its whole time slice, perhaps to spin for a
+// lock that this thread holds while it polls (UCX polls with the lock of its worker). If this thread yields only inside
 // polls, it always holds the lock then, and the spinning thread never gets it. So this thread does not yield for
 // `yield_pause`, and the scheduler stops it at any point, also between two polls.
 constexpr std::chrono::microseconds whole_slice{1000};
@@ -39,12 +39,12 @@ thread_local std::chrono::steady_clock::time_point yield_again_at{};
 constexpr std::chrono::microseconds longest_gap{10};
 
 PeerCopy make_copy_part(const PeerCopy& copy, std::size_t offset, std::size_t size_bytes) {
-    return {copy.process_id, copy.reads, copy.local + offset, copy.remote_address + offset, size_bytes};
+    return {copy.process_id, copy.is_read, copy.local + offset, copy.remote_address + offset, size_bytes};
 }
 
 // The raw system calls bypass the libc functions that ThreadSanitizer intercepts, as in bounce_buffer.cpp.
-long move(int process_id, bool reads, std::span<const iovec> local, std::span<const iovec> remote) {
-    return syscall(reads ? SYS_process_vm_readv : SYS_process_vm_writev, process_id, local.data(), local.size(),
+long move_ranges(int process_id, bool is_read, std::span<const iovec> local, std::span<const iovec> remote) {
+    return syscall(is_read ? SYS_process_vm_readv : SYS_process_vm_writev, process_id, local.data(), local.size(),
                    remote.data(), remote.size(), 0);
 }
 
@@ -54,7 +54,7 @@ bool copy_with_peer(const PeerCopy& copy) {
     iovec local{copy.local, copy.size_bytes};
     iovec remote{reinterpret_cast<void*>(copy.remote_address), copy.size_bytes};
     while (local.iov_len > 0) {
-        const long moved_bytes = move(copy.process_id, copy.reads, {&local, 1}, {&remote, 1});
+        const long moved_bytes = move_ranges(copy.process_id, copy.is_read, {&local, 1}, {&remote, 1});
         if (moved_bytes <= 0) {
             return false;
         }
@@ -66,12 +66,12 @@ bool copy_with_peer(const PeerCopy& copy) {
     return true;
 }
 
-bool copy_lists_with_peer(int process_id, bool reads, std::span<const iovec> local, std::span<const iovec> remote) {
+bool copy_lists_with_peer(int process_id, bool is_read, std::span<const iovec> local, std::span<const iovec> remote) {
     std::size_t size_bytes = 0;
     for (const iovec& range : local) {
         size_bytes += range.iov_len;
     }
-    return move(process_id, reads, local, remote) == static_cast<long>(size_bytes);
+    return move_ranges(process_id, is_read, local, remote) == static_cast<long>(size_bytes);
 }
 
 bool ParallelCopy::run(const PeerCopy& copy) {
@@ -89,7 +89,7 @@ bool ParallelCopy::run(const PeerCopy& copy) {
     }
     while (copy_next_piece(false)) {
     }
-    // A helper ends its last piece soon, and to be woken would take longer than the piece.
+    // Spin before sleeping: a helper ends its last piece soon, and waking this thread would take longer.
     spin_until([this] { return active_count_ == 0; });
     for (int count = active_count_; count != 0; count = active_count_) {
         active_count_.wait(count);

@@ -16,7 +16,7 @@ namespace gdrkit::twin::verbs {
 // A copy of `size_bytes` bytes between this process and another one.
 struct PeerCopy {
     int process_id;
-    bool reads; // false: write to the memory of the other process
+    bool is_read; // false: write to the memory of the other process
     std::byte* local;
     std::uint64_t remote_address;
     std::size_t size_bytes;
@@ -28,7 +28,7 @@ bool copy_with_peer(const PeerCopy& copy);
 
 // Copy between lists of ranges by one system call. The sizes of local.front() and remote.front() are equal, and so on.
 // Return false as copy_with_peer does.
-bool copy_lists_with_peer(int process_id, bool reads, std::span<const iovec> local, std::span<const iovec> remote);
+bool copy_lists_with_peer(int process_id, bool is_read, std::span<const iovec> local, std::span<const iovec> remote);
 
 // A copy in which several threads take part.
 class ParallelCopy {
@@ -46,7 +46,7 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
 
-    // The thread that runs the copy takes pieces from the begin of the range, and other threads take them from the end.
+    // The thread that runs the copy takes pieces from the start of the range, and other threads take them from the end.
     // So if a buffer is copied many times, each processor copies the same part of it again, which is still in its
     // cache.
     //

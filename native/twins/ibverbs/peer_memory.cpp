@@ -20,7 +20,7 @@ std::optional<std::uint64_t> translate(const Grant& grant, const PeerRange& rang
     return grant.mapped_address + (range.address - grant.begin);
 }
 
-bool reads(const PeerRange& range) {
+bool is_read(const PeerRange& range) {
     return range.access == IBV_ACCESS_REMOTE_READ;
 }
 
@@ -68,7 +68,7 @@ template <typename Copy> bool PeerMemory::use_grant(const PeerRange& range, Copy
 bool PeerMemory::copy(const PeerRange& range, std::byte* local, ParallelCopy* parallel_copy) {
     return use_grant(range, [&](const Grant&, std::uint64_t address) {
         return parallel_copy->run(
-            {process_id_, reads(range), local, address, static_cast<std::size_t>(range.size_bytes)});
+            {process_id_, is_read(range), local, address, static_cast<std::size_t>(range.size_bytes)});
     });
 }
 
@@ -81,16 +81,17 @@ bool PeerMemory::copy_list(std::span<const PeerRange> ranges, std::span<const io
             covers_all = address.has_value();
             remote[index] = {reinterpret_cast<void*>(address.value_or(0)), ranges[index].size_bytes};
         }
-        return !covers_all ||
-               copy_lists_with_peer(process_id_, reads(ranges.front()), local, std::span(remote).first(ranges.size()));
+        return !covers_all || copy_lists_with_peer(process_id_, is_read(ranges.front()), local,
+                                                   std::span(remote).first(ranges.size()));
     });
     return has_copied && covers_all;
 }
 
 void PeerMemory::count_request(const PeerRange& range) {
     grants_->request_count.fetch_add(1, std::memory_order_relaxed);
-    (reads(range) ? grants_->read_bytes : grants_->write_bytes).fetch_add(range.size_bytes, std::memory_order_relaxed);
-    count_at_port(device_index_, reads(range) ? PortDirection::sent : PortDirection::received, range.size_bytes);
+    (is_read(range) ? grants_->read_bytes : grants_->write_bytes)
+        .fetch_add(range.size_bytes, std::memory_order_relaxed);
+    count_at_port(device_index_, is_read(range) ? PortDirection::sent : PortDirection::received, range.size_bytes);
 }
 
 } // namespace gdrkit::twin::verbs

@@ -27,10 +27,10 @@ std::unique_ptr<Pipe> Pipe::make() {
     }
     Fd reader(fds[0]), writer(fds[1]);
     fcntl(writer.get(), F_SETPIPE_SZ, requested_capacity_bytes);
-    const int bytes = fcntl(writer.get(), F_GETPIPE_SZ);
+    const int capacity_bytes = fcntl(writer.get(), F_GETPIPE_SZ);
     auto pipe = std::unique_ptr<Pipe>(new Pipe(std::move(reader), std::move(writer), 0));
-    if (sysconf(_SC_PAGESIZE) == static_cast<long>(small_page_bytes) && bytes > 0 && pipe->can_splice()) {
-        pipe->max_pages_ = static_cast<std::uint32_t>(static_cast<std::uint64_t>(bytes) / small_page_bytes);
+    if (sysconf(_SC_PAGESIZE) == static_cast<long>(small_page_bytes) && capacity_bytes > 0 && pipe->can_splice()) {
+        pipe->max_pages_ = static_cast<std::uint32_t>(static_cast<std::uint64_t>(capacity_bytes) / small_page_bytes);
     }
     return pipe;
 }
@@ -43,12 +43,12 @@ bool Pipe::can_splice() {
 
 std::unique_ptr<Pipe> Pipe::adopt(Fd fd) {
     // Open the pipe again. The new file description has its own O_NONBLOCK flag, which the peer cannot clear.
-    char link[64];
-    std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd.get());
+    char proc_path[64];
+    std::snprintf(proc_path, sizeof proc_path, "/proc/self/fd/%d", fd.get());
     if (fcntl(fd.get(), F_GETPIPE_SZ) < 0) {
         return nullptr;
     }
-    Fd reader(open(link, O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+    Fd reader(open(proc_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC));
     return reader ? std::unique_ptr<Pipe>(new Pipe(std::move(reader), Fd(), 0)) : nullptr;
 }
 

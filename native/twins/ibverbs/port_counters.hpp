@@ -1,5 +1,5 @@
-// Counters of the bytes of a device's requests: counters of this process, and counters of the port, which all processes
-// of the domain share and /sys/class/infiniband shows.
+// Counters of the bytes that the requests of a device move. One set of counters is for this process. The other set is
+// for the port: all processes of the domain (the emulated machine) share it, and /sys/class/infiniband shows it.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// The operations ibv_post_send and ibv_post_recv of a context's table.
+// The functions to which ibv_post_send and ibv_post_recv lead through the context's table of operations.
 
 #include "ibverbs/handle.hpp"
 #include "ibverbs/queue_pair.hpp"

@@ -80,8 +80,8 @@ int dealloc_thread_domain(ibv_td* td) {
     return 0;
 }
 
-// The allocators of a parent domain are for buffers that a provider shares with its device. The twin has none, and so
-// never calls them.
+// The allocators of a parent domain are for buffers that a provider shares with its device. The twin has no such
+// buffers, so it never calls the allocators.
 ibv_pd* alloc_parent_domain(ibv_context* public_context, ibv_parent_domain_init_attr* attr) {
     if (const auto fault = find_injected_fault("ibv_alloc_parent_domain")) {
         return fail_null(*fault);

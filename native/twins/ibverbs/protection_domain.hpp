@@ -10,8 +10,8 @@ namespace gdrkit::twin::verbs {
 struct ProtectionDomain {
     ibv_pd public_pd{};
     Context* context = nullptr;
-    // Number of live objects of the domain, for example memory regions and queue pairs. A domain that has any cannot be
-    // deallocated.
+    // Number of live objects of the domain, for example memory regions and queue pairs. A domain with live objects
+    // cannot be deallocated.
     std::atomic<int> child_count{0};
     // For a parent domain, the domain that it was made from: the objects of both may be used together.
     ProtectionDomain* base = nullptr;

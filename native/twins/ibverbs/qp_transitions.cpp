@@ -16,11 +16,11 @@ struct Transition {
     int optional;
 };
 
-// The transitions of the InfiniBand specification, as in the kernel's qp_state_table. Those to RESET and to ERR are
-// missing: check_transition allows them without attributes, from every state to RESET, and from every state but RESET
-// to ERR.
+// The transitions of the InfiniBand specification, as in the kernel's qp_state_table. The tables leave out RESET and
+// ERR as new states: check_transition lets every state change to RESET, and every state except RESET change to ERR,
+// always without attributes.
 
-// Attributes of transports with connections that may change when the queue pair enters RTS or stays in RTS.
+// Attributes of connected queue pairs that may change when the queue pair enters RTS or stays in RTS.
 constexpr int rts_attributes = IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_PATH_MIG_STATE | IBV_QP_ALT_PATH;
 constexpr int responder_rts_attributes = rts_attributes | IBV_QP_MIN_RNR_TIMER;
 constexpr int init_attributes = IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
@@ -89,7 +89,7 @@ std::span<const Transition> get_transitions(ibv_qp_type type) {
 }
 
 // IBV_ACCESS_FLUSH_GLOBAL and IBV_ACCESS_FLUSH_PERSISTENT of newer headers. The kernel lets a program set them on any
-// queue pair. No request needs them here.
+// queue pair. No request of the twin needs them.
 constexpr unsigned flush_access_flags = 1U << 8 | 1U << 9;
 constexpr unsigned supported_access_flags = flush_access_flags | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
                                             IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND;

@@ -1,4 +1,5 @@
-// A queue pair, as the public functions use it. Each transport has a class that derives from this one.
+// The interface through which the exported verbs functions use a queue pair. Connected and datagram queue pairs derive
+// from it.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ public:
               std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
         : public_qp_(public_qp), domain_(domain), context_(get_context(public_qp->context)),
           send_queue_(std::move(send_queue)), receive_queue_(std::move(receive_queue)), init_attr_(init_attr),
-          shared_receives_(init_attr.srq != nullptr ? get_srq_handle(init_attr.srq)->impl : nullptr) {}
+          shared_receive_queue_(init_attr.srq != nullptr ? get_srq_handle(init_attr.srq)->impl : nullptr) {}
     virtual ~QueuePair() = default;
     QueuePair(const QueuePair&) = delete;
     QueuePair& operator=(const QueuePair&) = delete;
@@ -39,7 +40,7 @@ public:
     [[nodiscard]] virtual bool is_in_multicast_group() { return false; }
 
     // Return the number of send requests that can be posted now.
-    virtual std::uint32_t free_send_slot_count() = 0;
+    virtual std::uint32_t count_free_send_slots() = 0;
 
     [[nodiscard]] const ibv_qp_cap& capacity() const { return init_attr_.cap; }
     [[nodiscard]] std::uint32_t qp_num() const { return qp_num_; }
@@ -63,7 +64,7 @@ protected:
     const std::shared_ptr<CompletionQueue> receive_queue_;
     const ibv_qp_init_attr init_attr_;
     // Source of the receive requests; nullptr if the pair has a receive queue of its own.
-    const std::shared_ptr<SharedReceiveQueue> shared_receives_;
+    const std::shared_ptr<SharedReceiveQueue> shared_receive_queue_;
     std::uint32_t qp_num_ = 0;
 };
 

@@ -51,7 +51,7 @@ int check_init_attributes(const ibv_context* context, const ibv_qp_init_attr_ex&
                           is_valid_object("ibv_cq", attr.recv_cq, !is_xrc_receive && !is_xrc_send) &&
                           is_valid_object("ibv_xrcd", attr.xrcd, is_xrc_receive) &&
                           is_valid_object("ibv_srq", attr.srq, false) &&
-                          // The queue pairs of an XRC domain deliver to its queues, others cannot.
+                          // Only the XRC receive queue pairs of an XRC domain deliver to its shared receive queues.
                           (attr.srq == nullptr || get_srq_handle(attr.srq)->xrcd == nullptr) &&
                           is_within_limits(attr.cap, make_device_attributes(*get_context(context)->device));
     return is_valid ? 0 : EINVAL;
@@ -101,8 +101,8 @@ void round_up_inline_data(ibv_qp_cap* cap) {
     }
 }
 
-// Change the number of users of each object of a queue pair by `change`.
-void count_user(const QueuePairHandle& handle, int change) {
+// Add `change` to the number of users of each object that the queue pair uses.
+void change_user_counts(const QueuePairHandle& handle, int change) {
     const ibv_qp& qp = handle.public_qp_ex.qp_base;
     if (qp.pd != nullptr) {
         get_domain(qp.pd)->child_count += change;
@@ -123,18 +123,18 @@ void count_user(const QueuePairHandle& handle, int change) {
 std::shared_ptr<QueuePair> make_queue_pair(ibv_qp* qp, const ibv_qp_init_attr_ex& attr) {
     ibv_qp_init_attr init_attr{};
     std::memcpy(static_cast<void*>(&init_attr), &attr, ordinary_bytes);
-    const auto completion_queue_of = [](ibv_cq* cq) { return cq != nullptr ? get_cq_handle(cq)->impl : nullptr; };
+    const auto get_completion_queue = [](ibv_cq* cq) { return cq != nullptr ? get_cq_handle(cq)->impl : nullptr; };
     ProtectionDomain* const domain = get_domain(attr.pd);
     if (attr.qp_type == IBV_QPT_UD) {
-        return std::make_shared<DatagramQueuePair>(qp, domain, completion_queue_of(attr.send_cq),
-                                                   completion_queue_of(attr.recv_cq), init_attr);
+        return std::make_shared<DatagramQueuePair>(qp, domain, get_completion_queue(attr.send_cq),
+                                                   get_completion_queue(attr.recv_cq), init_attr);
     }
     const auto xrc_domain = attr.xrcd != nullptr ? get_xrcd_handle(attr.xrcd)->impl : nullptr;
-    return std::make_shared<ConnectedQueuePair>(qp, domain, completion_queue_of(attr.send_cq),
-                                                completion_queue_of(attr.recv_cq), init_attr, xrc_domain);
+    return std::make_shared<ConnectedQueuePair>(qp, domain, get_completion_queue(attr.send_cq),
+                                                get_completion_queue(attr.recv_cq), init_attr, xrc_domain);
 }
 
-// Create a queue pair, and store the limits that it has in `attr`.
+// Create a queue pair, and store its actual limits in `attr`.
 ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
     remove_unused_attributes(attr);
     if (const int error = check_init_attributes(context, *attr); error != 0) {
@@ -151,7 +151,7 @@ ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
     }
     qp->qp_num = handle->impl->qp_num();
     handle->async_event_counter = handle->impl->async_event_counter;
-    count_user(*handle, 1);
+    change_user_counts(*handle, 1);
     if (handle->xrcd != nullptr) {
         get_xrcd_handle(handle->xrcd)->impl->add_pair(handle->impl, qp);
     }
@@ -172,24 +172,24 @@ ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* in
     if (const auto fault = find_injected_fault("ibv_create_qp_ex")) {
         return fail_null(*fault);
     }
-    constexpr std::uint32_t supported =
+    constexpr std::uint32_t supported_mask =
         IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_XRCD | IBV_QP_INIT_ATTR_CREATE_FLAGS | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
-    const auto has = [=](std::uint32_t bit) { return (init_attr->comp_mask & bit) != 0; };
-    if ((init_attr->comp_mask & ~supported) != 0 ||
-        (has(IBV_QP_INIT_ATTR_CREATE_FLAGS) && init_attr->create_flags != 0) ||
-        (has(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) &&
+    const auto has_field = [=](std::uint32_t bit) { return (init_attr->comp_mask & bit) != 0; };
+    if ((init_attr->comp_mask & ~supported_mask) != 0 ||
+        (has_field(IBV_QP_INIT_ATTR_CREATE_FLAGS) && init_attr->create_flags != 0) ||
+        (has_field(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) &&
          !supports_send_operations(init_attr->qp_type, init_attr->send_ops_flags))) {
         return fail_null(EOPNOTSUPP);
     }
     if (!is_alive("ibv_context", get_context(context)) ||
-        !has(init_attr->qp_type == IBV_QPT_XRC_RECV ? IBV_QP_INIT_ATTR_XRCD : IBV_QP_INIT_ATTR_PD)) {
+        !has_field(init_attr->qp_type == IBV_QPT_XRC_RECV ? IBV_QP_INIT_ATTR_XRCD : IBV_QP_INIT_ATTR_PD)) {
         return fail_null(EINVAL);
     }
     ibv_qp_init_attr_ex attr = *init_attr;
     ibv_qp* const qp = create_queue_pair(context, &attr);
     if (qp != nullptr) {
         init_attr->cap = attr.cap;
-        if (has(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS)) {
+        if (has_field(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS)) {
             enable_extended_posts(get_qp_handle(qp), init_attr->send_ops_flags);
         }
     }
@@ -201,11 +201,11 @@ ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr) {
     if (const auto fault = find_injected_fault("ibv_open_qp")) {
         return fail_null(*fault);
     }
-    constexpr std::uint32_t required = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_XRCD | IBV_QP_OPEN_ATTR_TYPE;
+    constexpr std::uint32_t required_mask = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_XRCD | IBV_QP_OPEN_ATTR_TYPE;
     if (open_attr->comp_mask >= IBV_QP_OPEN_ATTR_RESERVED) {
         return fail_null(EOPNOTSUPP);
     }
-    if (!is_alive("ibv_context", get_context(context)) || (open_attr->comp_mask & required) != required ||
+    if (!is_alive("ibv_context", get_context(context)) || (open_attr->comp_mask & required_mask) != required_mask ||
         open_attr->qp_type != IBV_QPT_XRC_RECV || !is_alive("ibv_xrcd", open_attr->xrcd) ||
         open_attr->xrcd->context != context) {
         return fail_null(EINVAL);
@@ -227,7 +227,7 @@ ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr) {
     ibv_qp_init_attr unused{};
     handle->impl->query(&state, &unused);
     qp->state = state.qp_state;
-    count_user(*handle, 1);
+    change_user_counts(*handle, 1);
     track("ibv_qp", handle.release());
     record_queue_pairs(1);
     return qp;
@@ -273,7 +273,8 @@ int ibv_destroy_qp(ibv_qp* qp) {
     if (queue_pair->is_in_multicast_group()) {
         return EBUSY;
     }
-    // The pair of an XRC domain ends with its last structure.
+    // ibv_open_qp may have made further structures for a queue pair of an XRC domain. The last structure closes the
+    // pair.
     if (handle->xrcd == nullptr || get_xrcd_handle(handle->xrcd)->impl->remove_structure(qp)) {
         queue_pair->close();
     }
@@ -284,7 +285,7 @@ int ibv_destroy_qp(ibv_qp* qp) {
     }
     gdrkit::twin::record_queue_pairs(-1);
     handle->impl.reset();
-    count_user(*handle, -1);
+    change_user_counts(*handle, -1);
     return 0;
 }
 

@@ -125,7 +125,8 @@ std::unique_ptr<Memory> Region::take_memory() {
         std::unique_lock lock(mutex_);
         memory = std::move(memory_);
     }
-    // No issuer is added any more. The memory is released after all grants were revoked.
+    // No issuer is added any more, because memory_ is null. The caller releases the memory after all grants are
+    // revoked.
     std::vector<std::weak_ptr<GrantIssuer>> issuers;
     {
         std::lock_guard lock(issuers_mutex_);

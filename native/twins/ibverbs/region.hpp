@@ -71,10 +71,9 @@ public:
         translate_to_mapped_addresses(chunks);
         return access(chunks) ? RegionError::none : RegionError::fault;
     }
-    // Record that `issuer` grants the region. The region makes the issuer revoke the grant before its memory is
-    // released.
-    // Return the address of the region in this process; nullptr if the memory is not mapped or the region was
-    // deregistered.
+    // Record that `issuer` grants the region. The region makes the issuer revoke the grant before the memory of the
+    // region is released. Return the address of the region in this process; nullptr if the memory is not mapped or the
+    // region was deregistered.
     std::byte* add_issuer(std::weak_ptr<GrantIssuer> issuer);
 
     // Wait for accesses in progress, and make later accesses fail. take_memory() returns the memory of the region.

@@ -18,7 +18,7 @@ namespace {
 constexpr unsigned remote_write_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
 // Access flags for which the memory must be writable.
 constexpr unsigned write_flags = remote_write_flags | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND;
-// Access flags that ibv_reg_mr* accepts as valid, and those that ibv_reg_dmabuf_mr accepts.
+// Access flags that ibv_reg_mr* accepts, and access flags that ibv_reg_dmabuf_mr accepts.
 constexpr unsigned reg_mr_flags = write_flags | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_ZERO_BASED | IBV_ACCESS_ON_DEMAND |
                                   IBV_ACCESS_HUGETLB | IBV_ACCESS_OPTIONAL_RANGE;
 constexpr unsigned reg_dmabuf_mr_flags =
@@ -79,27 +79,27 @@ struct Reregistration {
     unsigned access;
 };
 
-// The checks that the kernel makes before it changes anything.
-bool is_valid_reregistration(const ibv_mr& mr, const Reregistration& wanted) {
-    return (wanted.changes_memory || wanted.changes_domain || wanted.changes_access) &&
-           (!wanted.changes_domain || (is_alive("ibv_pd", wanted.pd) && wanted.pd->context == mr.context)) &&
-           (!wanted.changes_access || is_valid_access(wanted.access)) &&
-           (!wanted.changes_memory || !overflows(reinterpret_cast<std::uint64_t>(wanted.address), wanted.length));
+// Return whether the arguments pass the checks that the kernel makes before it changes the region.
+bool is_valid_reregistration(const ibv_mr& mr, const Reregistration& request) {
+    return (request.changes_memory || request.changes_domain || request.changes_access) &&
+           (!request.changes_domain || (is_alive("ibv_pd", request.pd) && request.pd->context == mr.context)) &&
+           (!request.changes_access || is_valid_access(request.access)) &&
+           (!request.changes_memory || !overflows(reinterpret_cast<std::uint64_t>(request.address), request.length));
 }
 
 // Replace the region of `handle` by a new one. If the memory changes, the region gets new keys, because an old key must
 // not reach other memory. Return 0 or an errno. The region cannot be used after an error.
-int replace_region(RegionHandle* handle, const Reregistration& wanted) {
+int replace_region(RegionHandle* handle, const Reregistration& request) {
     ibv_mr& mr = handle->public_mr;
     const std::shared_ptr<Region> old_region = handle->impl;
-    const unsigned access = wanted.changes_access ? wanted.access : old_region->access;
-    ProtectionDomain* const domain = wanted.changes_domain ? get_domain(wanted.pd) : old_region->domain;
-    void* const address = wanted.changes_memory ? wanted.address : mr.addr;
-    const std::size_t length = wanted.changes_memory ? wanted.length : mr.length;
+    const unsigned access = request.changes_access ? request.access : old_region->access;
+    ProtectionDomain* const domain = request.changes_domain ? get_domain(request.pd) : old_region->domain;
+    void* const address = request.changes_memory ? request.address : mr.addr;
+    const std::size_t length = request.changes_memory ? request.length : mr.length;
     const std::uint64_t iova =
-        wanted.changes_memory ? reinterpret_cast<std::uint64_t>(wanted.address) : old_region->iova;
+        request.changes_memory ? reinterpret_cast<std::uint64_t>(request.address) : old_region->iova;
     std::unique_ptr<Memory> memory;
-    if (wanted.changes_memory || ((access & write_flags) != 0 && (old_region->access & write_flags) == 0)) {
+    if (request.changes_memory || ((access & write_flags) != 0 && (old_region->access & write_flags) == 0)) {
         old_region->revoke();
         if (const int error = make_memory(address, length, (access & write_flags) != 0, &memory); error != 0) {
             return error;
@@ -108,7 +108,7 @@ int replace_region(RegionHandle* handle, const Reregistration& wanted) {
         memory = old_region->take_memory();
     }
     const auto region = std::make_shared<Region>(domain, iova, length, access, std::move(memory));
-    if (wanted.changes_memory) {
+    if (request.changes_memory) {
         if (!remove_keys(*old_region)) {
             return EINVAL;
         }
@@ -120,7 +120,7 @@ int replace_region(RegionHandle* handle, const Reregistration& wanted) {
     --old_region->domain->child_count;
     handle->impl = region;
     record_regions(0, static_cast<std::int64_t>(length) - static_cast<std::int64_t>(mr.length));
-    mr.pd = wanted.changes_domain ? wanted.pd : mr.pd;
+    mr.pd = request.changes_domain ? request.pd : mr.pd;
     mr.addr = address;
     mr.length = length;
     mr.lkey = region->lkey;
@@ -151,7 +151,7 @@ int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t
 
 // Count a registration with the NIC of the protection domain, and return the errno that the fault plan injects.
 std::optional<int> find_registration_fault(std::string_view function, const ibv_pd* pd) {
-    // The handle of a caller may be invalid, and then the call belongs to no NIC.
+    // If the caller passes an invalid `pd`, the call belongs to no NIC.
     if (!is_alive("ibv_pd", pd)) {
         return find_injected_fault(function);
     }
@@ -231,13 +231,14 @@ ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, 
     if (const int error = make_dmabuf_memory(offset, length, iova, fd, flags, &memory); error != 0) {
         return fail_null(error);
     }
-    // The real library reports the offset as the address of the region, with any iova.
+    // The real library reports the offset as the address of the region, whatever the iova is.
     ibv_mr* const mr = make_region_handle(pd, reinterpret_cast<void*>(offset), length, iova, flags, std::move(memory));
     get_mr_handle(mr)->has_fixed_memory = true;
     return mr;
 }
 
-// The library makes the first checks, which leave the region unchanged. The kernel makes the other checks.
+// As with real devices, libibverbs makes the first checks and fails with IBV_REREG_MR_ERR_INPUT. The kernel makes the
+// other checks, and their failure is IBV_REREG_MR_ERR_CMD.
 int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t length, int access) {
     const auto fail = [](int error, int result) {
         errno = error;
@@ -247,22 +248,22 @@ int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t leng
         return fail(*fault, IBV_REREG_MR_ERR_CMD);
     }
     RegionHandle* const handle = get_mr_handle(mr);
-    const Reregistration wanted{(flags & IBV_REREG_MR_CHANGE_TRANSLATION) != 0,
-                                (flags & IBV_REREG_MR_CHANGE_PD) != 0,
-                                (flags & IBV_REREG_MR_CHANGE_ACCESS) != 0,
-                                pd,
-                                addr,
-                                length,
-                                static_cast<unsigned>(access)};
+    const Reregistration request{(flags & IBV_REREG_MR_CHANGE_TRANSLATION) != 0,
+                                 (flags & IBV_REREG_MR_CHANGE_PD) != 0,
+                                 (flags & IBV_REREG_MR_CHANGE_ACCESS) != 0,
+                                 pd,
+                                 addr,
+                                 length,
+                                 static_cast<unsigned>(access)};
     if (!is_alive("ibv_mr", mr) || handle->has_fixed_memory || (flags & ~IBV_REREG_MR_FLAGS_SUPPORTED) != 0 ||
-        (wanted.changes_memory && (addr == nullptr || length == 0)) || (access != 0 && !wanted.changes_access)) {
+        (request.changes_memory && (addr == nullptr || length == 0)) || (access != 0 && !request.changes_access)) {
         return fail(EINVAL, IBV_REREG_MR_ERR_INPUT);
     }
     gdrkit::twin::trace("ibv_rereg_mr flags=%d length=%zu access=%d", flags, length, access);
-    if (!is_valid_reregistration(*mr, wanted) || has_windows(*handle->impl)) {
+    if (!is_valid_reregistration(*mr, request) || has_windows(*handle->impl)) {
         return fail(EINVAL, IBV_REREG_MR_ERR_CMD);
     }
-    const int error = replace_region(handle, wanted);
+    const int error = replace_region(handle, request);
     return error == 0 ? 0 : fail(error, IBV_REREG_MR_ERR_CMD);
 }
 

@@ -72,15 +72,15 @@ bool ConnectedQueuePair::run_send_turn(Lock* lock) {
 
 void ConnectedQueuePair::dequeue_sends(const Lock&) {
     Fifo<SendWork>& queued = requester_state_.queued;
-    while (queued.size() < max_queued_sends && !sends_.empty()) {
-        queued.push_back(std::move(sends_.front()));
-        sends_.pop_front();
+    while (queued.size() < max_queued_sends && !posted_sends_.empty()) {
+        queued.push_back(std::move(posted_sends_.front()));
+        posted_sends_.pop_front();
     }
 }
 
-void ConnectedQueuePair::requeue_sends(const Lock&, Fifo<SendWork>* works) {
-    for (; !works->empty(); works->pop_back()) {
-        sends_.push_front(std::move(works->back()));
+void ConnectedQueuePair::requeue_sends(const Lock&, Fifo<SendWork>* sends) {
+    for (; !sends->empty(); sends->pop_back()) {
+        posted_sends_.push_front(std::move(sends->back()));
     }
 }
 
@@ -149,7 +149,7 @@ void ConnectedQueuePair::complete_delayed(const Lock& lock, SendWork work, ibv_w
 }
 
 // Complete the requests whose delay has passed. Completions are in order, so a delayed completion also delays the later
-// ones. Return whether there was any.
+// ones. Return whether a completion was due.
 bool ConnectedQueuePair::deliver_due_completions(const Lock& lock) {
     bool has_completed_any = false;
     while (!delayed_completions_.empty() && delayed_completions_.front().due_time <= Clock::now()) {
@@ -166,7 +166,7 @@ bool ConnectedQueuePair::deliver_due_completions(const Lock& lock) {
 bool ConnectedQueuePair::flush(Lock* lock) {
     const auto must_flush = [this] {
         return state_ == IBV_QPS_ERR && delayed_completions_.empty() && incoming_message_count_ == 0 &&
-               !(sends_.empty() && receives_.empty());
+               !(posted_sends_.empty() && posted_receives_.empty());
     };
     if (!must_flush()) {
         return false;
@@ -181,17 +181,17 @@ bool ConnectedQueuePair::flush(Lock* lock) {
     if (generation != generation_ || !must_flush()) {
         return true;
     }
-    for (; !sends_.empty(); sends_.pop_front()) {
-        complete_send(*lock, sends_.front(), IBV_WC_WR_FLUSH_ERR);
+    for (; !posted_sends_.empty(); posted_sends_.pop_front()) {
+        complete_send(*lock, posted_sends_.front(), IBV_WC_WR_FLUSH_ERR);
     }
     push_completions(*lock);
     ibv_wc flush_wc{};
     flush_wc.status = IBV_WC_WR_FLUSH_ERR;
     flush_wc.opcode = IBV_WC_RECV;
-    for (const ReceiveWork& work : receives_) {
+    for (const ReceiveWork& work : posted_receives_) {
         complete_receive(*lock, work, nullptr, flush_wc, false);
     }
-    receives_.clear();
+    posted_receives_.clear();
     return true;
 }
 
@@ -212,18 +212,19 @@ void ConnectedQueuePair::wait_for_work(Lock* lock) {
     if (has_pending_change_) {
         return;
     }
-    // A peer that has requests will probably respond soon. Poll before sleeping. A pair without requests sleeps, so
-    // that a thread of the application can send the next one itself.
+    // If the peer has requests, poll before sleeping, because it will probably respond soon. Otherwise sleep at once,
+    // so that a thread of the application can send the next request itself.
     if (!requester.in_flight.empty()) {
-        const auto new_responses = [&] { return link_->response_count() - requester.handled_count; };
-        const std::uint32_t wanted_responses = wake_threshold();
+        const auto count_new_responses = [&] { return link_->response_count() - requester.handled_count; };
+        const std::uint32_t wanted_response_count = get_wake_threshold();
         lock->unlock();
-        const bool has_work = spin_until([&] { return has_pending_change_ || new_responses() >= wanted_responses; });
+        const bool has_work =
+            spin_until([&] { return has_pending_change_ || count_new_responses() >= wanted_response_count; });
         lock->lock();
-        if (has_work || has_pending_change_ || new_responses() > 0) {
+        if (has_work || has_pending_change_ || count_new_responses() > 0) {
             return;
         }
-        if (!link_->request_wake_at(requester.handled_count + wanted_responses)) {
+        if (!link_->request_wake_at(requester.handled_count + wanted_response_count)) {
             return;
         }
     }
@@ -248,7 +249,7 @@ ConnectedQueuePair::Clock::time_point ConnectedQueuePair::find_next_deadline() c
 
 // Return the number of new responses that wakes this thread: half of the chunks in flight. Waking for each response
 // would cost more than handling it.
-std::uint32_t ConnectedQueuePair::wake_threshold() const {
+std::uint32_t ConnectedQueuePair::get_wake_threshold() const {
     return static_cast<std::uint32_t>((requester_state_.in_flight.size() + 1) / 2);
 }
 
@@ -264,11 +265,11 @@ void ConnectedQueuePair::sleep(Lock* lock, Clock::time_point deadline) {
         const auto remaining_ns = std::max<std::int64_t>((deadline - Clock::now()).count(), 0);
         timeout = {remaining_ns / 1'000'000'000, remaining_ns % 1'000'000'000};
     }
-    requester_asleep_ = true;
+    is_requester_asleep_ = true;
     lock->unlock();
     ppoll(poll_fds, 3, deadline == Clock::time_point::max() ? nullptr : &timeout, nullptr);
     lock->lock();
-    requester_asleep_ = false;
+    is_requester_asleep_ = false;
     changed_.wait(*lock, [this] { return !is_borrowed_; });
     eventfd_t count = 0;
     if ((poll_fds[0].revents & POLLIN) != 0) {

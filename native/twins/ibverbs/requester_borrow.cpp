@@ -1,7 +1,7 @@
-// While the requester thread sleeps, a thread of the application does its work: it sends small requests when it posts
-// them, and handles their responses when it polls. So the requester's side of a small request needs no other thread.
-// The requester thread does the rest: large requests, errors, delayed completions, and requests whose completion queue
-// is not polled.
+// While the requester thread of a queue pair sleeps, threads of the application do its work: they send small requests
+// when they post them, and handle the responses when they poll. So the requester's side of a small request needs no
+// other thread. The requester thread does the rest: large requests, errors, delayed completions, and requests whose
+// completion queue is not polled.
 #include <sys/timerfd.h>
 
 #include "ibverbs/connected_queue_pair.hpp"
@@ -9,9 +9,9 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Largest number of bytes that a post call sends itself. The requester thread sends larger lists, so that the call
-// returns soon.
-constexpr std::uint64_t max_sent_bytes = 16U << 10;
+// Largest number of bytes that the application's thread sends in a post call. The requester thread sends larger lists,
+// so that the call returns soon.
+constexpr std::uint64_t max_caller_send_bytes = 16U << 10;
 // After this time, the requester thread handles the responses that no poll has handled.
 constexpr long takeover_ns = 500'000;
 
@@ -19,13 +19,13 @@ constexpr long takeover_ns = 500'000;
 
 // Send the posted requests if the requester thread sleeps and has nothing to do. Return false if it must be woken.
 bool ConnectedQueuePair::try_send_in_caller(Lock* lock, std::uint64_t posted_bytes) {
-    if (!requester_asleep_ || is_borrowed_ || state_ != IBV_QPS_RTS || link_ == nullptr ||
-        posted_bytes > max_sent_bytes || link_->may_wait_for_peer() || requester_state_.is_peer_gone ||
+    if (!is_requester_asleep_ || is_borrowed_ || state_ != IBV_QPS_RTS || link_ == nullptr ||
+        posted_bytes > max_caller_send_bytes || link_->may_wait_for_peer() || requester_state_.is_peer_gone ||
         !delayed_completions_.empty()) {
         return false;
     }
-    for (std::size_t index = 0; index < sends_.size(); ++index) {
-        if (has_fault_rule(sends_[index].opcode)) {
+    for (std::size_t index = 0; index < posted_sends_.size(); ++index) {
+        if (has_fault_rule(posted_sends_[index].opcode)) {
             return false;
         }
     }
@@ -41,7 +41,7 @@ void ConnectedQueuePair::progress_at_poll() {
         return;
     }
     Lock lock(mutex_, std::try_to_lock);
-    if (lock.owns_lock() && requester_asleep_ && !is_borrowed_ && state_ == IBV_QPS_RTS && link_ != nullptr &&
+    if (lock.owns_lock() && is_requester_asleep_ && !is_borrowed_ && state_ == IBV_QPS_RTS && link_ != nullptr &&
         !requester_state_.in_flight.empty() && link_->response_count() != requester_state_.handled_count) {
         run_borrowed_turn(&lock);
     }
@@ -52,7 +52,7 @@ void ConnectedQueuePair::progress_at_poll() {
 void ConnectedQueuePair::request_wake_for_responses() {
     if (awaits_poll_) {
         Lock lock(mutex_);
-        if (requester_asleep_ && !is_borrowed_ && link_ != nullptr && !requester_state_.in_flight.empty() &&
+        if (is_requester_asleep_ && !is_borrowed_ && link_ != nullptr && !requester_state_.in_flight.empty() &&
             !link_->request_wake_at(requester_state_.handled_count + 1)) {
             notify_change(lock);
         }
@@ -66,7 +66,7 @@ void ConnectedQueuePair::run_borrowed_turn(Lock* lock) {
     is_borrowed_ = false;
     changed_.notify_all();
     awaits_poll_ = !requester.in_flight.empty();
-    const bool is_left_to_thread = !requester.queued.empty() || !sends_.empty() || requester.has_pending_chunk ||
+    const bool is_left_to_thread = !requester.queued.empty() || !posted_sends_.empty() || requester.has_pending_chunk ||
                                    requester.local_error || requester.error || requester.is_peer_gone ||
                                    !delayed_completions_.empty() || state_ != IBV_QPS_RTS;
     if (is_left_to_thread ||

@@ -28,7 +28,7 @@ std::uint64_t compute_all_tries_us(const ibv_qp_attr& attr) {
 
 // Return for how long a connection is retried, computed from the timeout and retry_cnt attributes. 0 means without
 // limit.
-std::uint64_t retry_time_us(const ibv_qp_attr& attr) {
+std::uint64_t compute_retry_time_us(const ibv_qp_attr& attr) {
     if (attr.timeout == 0) {
         return 0;
     }
@@ -41,7 +41,7 @@ ibv_wc_status ConnectedQueuePair::connect_to_peer(const ibv_qp_attr& attr) {
     if (peer_socket_) {
         return IBV_WC_SUCCESS;
     }
-    const std::uint64_t retry_us = retry_time_us(attr);
+    const std::uint64_t retry_us = compute_retry_time_us(attr);
     const auto deadline = Clock::now() + std::chrono::microseconds(retry_us);
     for (;;) {
         if (Fd socket(connect_socket(attr)); socket) {
@@ -142,7 +142,7 @@ void ConnectedQueuePair::lose_connection() {
     }
     RequesterState remaining;
     remaining.local_error = requester.local_error;
-    // A request that failed locally is the last one.
+    // A request that failed locally is the last started one. It keeps its error.
     const std::size_t failed_count = requester.local_error ? 1 : 0;
     for (; requester.started.size() > failed_count; requester.started.pop_front()) {
         requester.finished.push_back(std::move(requester.started.front()));

@@ -1,6 +1,6 @@
-// If the responder has granted access to a region (grants.hpp), the requester carries out writes and reads itself: it
-// copies between the memory of the two processes, without a thread of the responder. If it cannot, or if its copy
-// fails, it submits the request to the responder, which determines the status.
+// If the responder has granted access to a region (grants.hpp), the requester carries out writes and reads directly: it
+// copies between the memory of the two processes, without a thread of the responder. Without a grant, or if the copy
+// fails, the requester submits the request to the responder, which determines the status.
 #include <algorithm>
 #include <array>
 
@@ -9,11 +9,12 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A grant is used for at most this number of bytes, so that its revocation does not wait long.
+// One copy under a grant has at most this number of bytes, so that a revocation of the grant does not wait long.
 constexpr std::uint64_t max_segment_bytes = 1U << 20;
 // A list of requests that is copied by one call has at most this number of bytes.
 constexpr std::uint64_t max_list_bytes = 64U << 10;
-// The process id of a peer that has ended may be used again. So the connection is checked after this time.
+// The system may reuse the process id of a peer that has ended. So a copy first checks the connection if the last check
+// is older than this.
 constexpr std::chrono::milliseconds peer_check_interval{1};
 
 // Return the range of the peer's memory that the request needs. If the request is not a copy of one range, `access` is
@@ -39,7 +40,7 @@ iovec get_local_range(const SendWork& work) {
 }
 
 // Return whether the chunk belongs to a request that the requester could carry out itself with a grant.
-bool is_plain_copy(const wire::Request& request) {
+bool is_copyable(const wire::Request& request) {
     return request.opcode == wire::Opcode::read ||
            (request.opcode == wire::Opcode::write && (request.flags & wire::flag_immediate) == 0);
 }
@@ -60,7 +61,7 @@ bool ConnectedQueuePair::must_drain_for_copy(const SendWork& next_send) {
         return false;
     }
     for (std::size_t index = 0; index < in_flight.size(); ++index) {
-        if (!is_plain_copy(in_flight[index].request)) {
+        if (!is_copyable(in_flight[index].request)) {
             return false;
         }
     }
@@ -165,8 +166,8 @@ bool ConnectedQueuePair::copy_segment(const SendWork& work, const PeerRange& ran
            }) == RegionError::none;
 }
 
-// The first started request was carried out: move it to the finished ones, or set its error if the fault plan injects
-// one.
+// Move the first started request, which was carried out, to the finished ones. If the fault plan injects an error, set
+// it as the error of the request instead.
 void ConnectedQueuePair::finish_first_started(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     if (const auto fault = find_fault_after(requester.started.front().opcode, attr)) {

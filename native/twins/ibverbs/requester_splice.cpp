@@ -24,8 +24,8 @@ Region* ConnectedQueuePair::find_local_region(const ibv_sge& sge, unsigned requi
 }
 
 // Return the number of pipe pages that this chunk needs, or 0 if the chunk shall be copied. Small chunks are copied. So
-// are chunks that may be sent again after a receiver-not-ready response, and chunks that the peer may drop: spliced
-// pages would stay in the pipe.
+// are chunks that may be sent again after a receiver-not-ready response, and chunks that the peer may drop, because
+// their spliced pages would stay in the pipe.
 std::uint32_t ConnectedQueuePair::count_pages_to_splice(const SendWork& work, const wire::Request& request) {
     if (!is_reliable() || request.opcode != wire::Opcode::write || (request.flags & wire::flag_immediate) != 0 ||
         work.is_inline || request.chunk_bytes < min_splice_bytes) {

@@ -217,7 +217,8 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
     return true;
 }
 
-// Bind or invalidate a memory window for the only started request. The status codes equal rxe_do_local_ops.
+// Bind or invalidate a memory window for the only started request. The status codes are the same as in
+// rxe_do_local_ops.
 void ConnectedQueuePair::change_keys(const SendWork& work) {
     RequesterState& requester = requester_state_;
     const bool is_bind = work.opcode == IBV_WR_BIND_MW;
@@ -232,7 +233,8 @@ void ConnectedQueuePair::change_keys(const SendWork& work) {
 }
 
 // Return whether the next request must wait for earlier requests. A fenced request waits for reads and atomic requests.
-// A request that changes keys, or has a rule in the fault plan, waits for all, so that it does not affect them.
+// A request that changes keys, or has a rule in the fault plan, waits for all earlier requests, so that it does not
+// affect them.
 bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultSite* site) {
     RequesterState& requester = requester_state_;
     if ((next_send.is_fenced && requester.pending_data_response_count > 0) ||
@@ -284,8 +286,8 @@ bool ConnectedQueuePair::submit_chunk() {
     if (requester.in_flight.size() == Link::slot_count || !reserve_payload(work, &request, &page_count)) {
         return false;
     }
-    const bool splice_later = page_count > 0 && can_queue_splice(work, request);
-    if (splice_later) {
+    const bool is_spliced_later = page_count > 0 && can_queue_splice(work, request);
+    if (is_spliced_later) {
         queue_splice(work);
     } else {
         flush_splices();
@@ -294,7 +296,7 @@ bool ConnectedQueuePair::submit_chunk() {
         }
     }
     if (wire::carries_payload(request.opcode)) {
-        const ibv_wc_status status = splice_later     ? IBV_WC_SUCCESS
+        const ibv_wc_status status = is_spliced_later ? IBV_WC_SUCCESS
                                      : page_count > 0 ? splice_payload(work, request)
                                                       : copy_payload(work, request, false);
         if (status != IBV_WC_SUCCESS) {
@@ -332,7 +334,7 @@ bool ConnectedQueuePair::handle_responses(const ibv_qp_attr& attr) {
     bool has_handled_response = false;
     while (!requester.error && !requester.in_flight.empty() && link_->response_count() != requester.handled_count) {
         has_handled_response = true;
-        const wire::Response response = link_->response(requester.handled_count);
+        const wire::Response response = link_->read_response(requester.handled_count);
         if (link_->response_count() - requester.handled_count > requester.in_flight.size() ||
             !wire::is_well_formed(response, requester.in_flight.front().request)) {
             lose_connection();

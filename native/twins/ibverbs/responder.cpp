@@ -20,13 +20,13 @@ namespace {
 // this side was ready, or come from untrusted clients.
 constexpr std::size_t max_connections = 16;
 
-// Return the type of a queue pair that sends to one of type `type`.
+// Return the type of the queue pairs that send to a queue pair of this type.
 ibv_qp_type get_peer_type(ibv_qp_type type) {
     switch (type) {
     case IBV_QPT_XRC_RECV:
         return IBV_QPT_XRC_SEND;
     case IBV_QPT_XRC_SEND:
-        // This type receives nothing, and an XRC receive queue pair sends nothing.
+        // No queue pair sends to this type, so return a type that sends nothing.
         return IBV_QPT_XRC_RECV;
     default:
         return type;
@@ -122,7 +122,7 @@ std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connectio
     static const std::uint64_t probe_value = random_u64();
     wire::ConnectReply reply{
         wire::magic, 0, reinterpret_cast<std::uint64_t>(&probe_value), probe_value, context_->device->index, 0};
-    // Under grants, the process of the peer copies to and from regions itself (grants.hpp).
+    // Grants let the process of the peer copy directly to and from regions (grants.hpp).
     auto grants = connection->is_remote || xrc_domain_ != nullptr
                       ? nullptr
                       : GrantIssuer::make(&link->grants(), get_peer_process_id(socket), context_->device);
@@ -147,7 +147,7 @@ bool ConnectedQueuePair::is_expected_peer(const Lock&, const wire::ConnectReques
     return connect_request.destination_qpn == qp_num_ && connect_request.source_qpn == attr_.dest_qp_num &&
            std::memcmp(&connect_request.source_gid, &route.dgid, sizeof route.dgid) == 0 &&
            std::memcmp(&connect_request.destination_gid, &context_->device->gid, sizeof(ibv_gid)) == 0 &&
-           // An unreliable pair accepts any number in the first packet of a message.
+           // An unreliable pair accepts any packet sequence number in the first packet of a message.
            (connect_request.psn == attr_.rq_psn || !is_reliable()) &&
            connect_request.gid_type == static_cast<std::uint32_t>(get_gid_type(route.sgid_index)) &&
            connect_request.qp_type == static_cast<std::uint32_t>(get_peer_type(type()));
@@ -174,7 +174,7 @@ void ConnectedQueuePair::serve_requests(Connection* connection, Link* link, Inco
 
 bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::uint32_t number,
                                        IncomingMessage* incoming) {
-    const wire::Request request = link->request(number);
+    const wire::Request request = link->read_request(number);
     if (!wire::is_well_formed(request) || !Link::is_payload_in_bounds(request)) {
         return false;
     }
@@ -220,7 +220,7 @@ bool ConnectedQueuePair::may_serve(const Connection& connection) {
 wire::Response ConnectedQueuePair::execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
                                            const Connection& connection) {
     if (!incoming->is_active) {
-        incoming->source = xrc_domain_ != nullptr ? xrc_domain_->find(request.srq_number) : shared_receives_;
+        incoming->source = xrc_domain_ != nullptr ? xrc_domain_->find_queue(request.srq_number) : shared_receive_queue_;
     }
     if (xrc_domain_ != nullptr && incoming->source == nullptr) {
         return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);

@@ -1,11 +1,11 @@
-// The responder grants regions to its peer, and revokes the grants. Under a grant, the process of the peer copies to
-// and from the region itself (grants.hpp).
+// The responder grants regions to its peer, and revokes the grants. A grant lets the process of the peer copy directly
+// to and from the region (grants.hpp).
 #include "ibverbs/connected_queue_pair.hpp"
 
 namespace gdrkit::twin::verbs {
 
-// Let the peer access the region itself from now on (grants.hpp). A memory window is not granted, because its bounds
-// differ from its region's bounds.
+// Let the peer access the region directly from now on. A memory window is not granted, because its bounds differ from
+// its region's bounds.
 void ConnectedQueuePair::grant(Region* region, std::uint32_t rkey, const Connection& connection) {
     if (connection.grants == nullptr || region->rkey != rkey || connection.grants->has_granted(rkey)) {
         return;

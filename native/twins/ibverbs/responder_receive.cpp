@@ -23,7 +23,8 @@ wire::Response ConnectedQueuePair::execute_send(const wire::Request& request, co
         return fail_receive(incoming, IBV_WC_LOC_PROT_ERR, wire::Status::operation_failed);
     }
     incoming->arrived_bytes += request.chunk_bytes;
-    // Soft-RoCE completes the receive request of such a message with the same status (RESPST_ERR_INVALIDATE_RKEY).
+    // If the invalidation fails, the receive request completes with the status that Soft-RoCE uses
+    // (RESPST_ERR_INVALIDATE_RKEY).
     if (wire::is_last_chunk(request) && (request.flags & wire::flag_invalidate) != 0 &&
         !invalidate_window(request.immediate, get_target_domain(*incoming), qp_num_)) {
         return fail_receive(incoming, IBV_WC_REM_INV_REQ_ERR, wire::Status::operation_failed);
@@ -45,11 +46,11 @@ std::optional<ReceiveWork> ConnectedQueuePair::take_receive(const Lock&, SharedR
     if (source != nullptr) {
         return source->take();
     }
-    if (receives_.empty()) {
+    if (posted_receives_.empty()) {
         return std::nullopt;
     }
-    ReceiveWork work = std::move(receives_.front());
-    receives_.pop_front();
+    ReceiveWork work = std::move(posted_receives_.front());
+    posted_receives_.pop_front();
     return work;
 }
 
@@ -74,7 +75,7 @@ void ConnectedQueuePair::return_receive(IncomingMessage* incoming, const Connect
         return;
     }
     // The message did not complete. Its receive request goes back to the front of the queue, for the next message or to
-    // be flushed. A pair in the error state returns nothing to a shared queue, but flushes the request itself.
+    // be flushed. A pair in the error state flushes the request instead of returning it to a shared queue.
     if (incoming->source != nullptr && state_ == IBV_QPS_ERR && connection.generation == generation_) {
         ibv_wc flush_wc{};
         flush_wc.status = IBV_WC_WR_FLUSH_ERR;
@@ -83,7 +84,7 @@ void ConnectedQueuePair::return_receive(IncomingMessage* incoming, const Connect
     } else if (incoming->source != nullptr) {
         incoming->source->put_back(std::move(incoming->work));
     } else if (connection.generation == generation_) {
-        receives_.push_front(std::move(incoming->work));
+        posted_receives_.push_front(std::move(incoming->work));
     }
     incoming->is_active = false;
     --incoming_message_count_;
@@ -167,7 +168,7 @@ void ConnectedQueuePair::deliver_receive(IncomingMessage* incoming, const Connec
             enter_error(lock, &connection);
         }
     } else if (incoming->source != nullptr) {
-        // The pair was reset, and a shared queue keeps the request.
+        // A shared queue is not reset with the pair, so it gets the request back.
         incoming->source->put_back(std::move(incoming->work));
     }
     incoming->completion.reset();

@@ -7,7 +7,7 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-constexpr std::size_t max_request_count = 32;
+constexpr std::size_t max_batch_requests = 32;
 // A batch is limited to this size, so that the requester gets the responses to the first writes soon.
 constexpr std::uint64_t max_batch_bytes = 64U << 10;
 
@@ -19,8 +19,8 @@ bool is_complete_piped_write(const wire::Request& request) {
 
 } // namespace
 
-// Return the number of served requests. Return 0 if serve_request must serve the next request, which also detects all
-// errors. Return nullopt if the connection ends.
+// Return the number of served requests. Return 0 if serve_request, which detects all errors, must serve the next
+// request. Return nullopt if the connection ends.
 std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* connection, Link* link,
                                                                    std::uint32_t first_number, std::uint32_t end_number,
                                                                    const IncomingMessage& incoming) {
@@ -28,14 +28,14 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
         return 0;
     }
     wire::Request first_request{};
-    std::array<iovec, max_request_count> payloads;
+    std::array<iovec, max_batch_requests> payloads;
     std::uint64_t batch_bytes = 0;
     std::uint32_t request_count = 0;
     std::shared_ptr<Region> region;
-    for (; request_count < max_request_count && batch_bytes < max_batch_bytes &&
+    for (; request_count < max_batch_requests && batch_bytes < max_batch_bytes &&
            first_number + request_count != end_number;
          ++request_count) {
-        const wire::Request request = link->request(first_number + request_count);
+        const wire::Request request = link->read_request(first_number + request_count);
         if (!is_complete_piped_write(request)) {
             break;
         }
@@ -44,7 +44,7 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
             std::uint64_t address = request.remote_address;
             region =
                 find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_WRITE, &address, request.message_bytes);
-            // This rkey belongs to a memory window, whose bounds differ from the region's bounds. Serve its writes one
+            // If a memory window has this rkey, its bounds differ from the region's bounds. Then serve its writes one
             // by one.
             if (region != nullptr && region->rkey != request.rkey) {
                 region.reset();
@@ -65,7 +65,7 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
         region->read_from(std::span(payloads).first(request_count), &link->pipe(), &succeeded_count);
     Traffic::Direction& served = context_->device->traffic.served;
     served.requests += succeeded_count;
-    // Each write has packets of its own.
+    // Count each write separately, because no packet has bytes of two writes.
     for (std::size_t index = 0; index < succeeded_count; ++index) {
         served.write_bytes += payloads[index].iov_len;
     }

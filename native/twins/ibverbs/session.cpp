@@ -22,14 +22,15 @@ constexpr FaultPoint make_status_point(std::string_view name) {
 }
 
 // Return the fault point, changed so that a rule can name one NIC (nic=NAME).
-constexpr FaultPoint of_nic(FaultPoint point) {
+constexpr FaultPoint allow_nic_rules(FaultPoint point) {
     point.has_nic = true;
     return point;
 }
 
-// Every implemented function that can fail, and the points of a completion (wc.*). The list includes functions that are
-// not exported symbols, because clients call them through the tables of function pointers in a context.
-constexpr std::array points = {
+// These are all implemented functions that can fail, and the fault points of a completion (wc.*). The list includes
+// functions that are not exported symbols, because clients call them through the tables of function pointers in a
+// context.
+constexpr std::array fault_points = {
     make_errno_point("_ibv_query_gid_ex"),
     make_errno_point("_ibv_query_gid_table"),
     make_errno_point("ibv_alloc_pd"),
@@ -70,8 +71,8 @@ constexpr std::array points = {
     make_errno_point("ibv_query_port"),
     make_errno_point("ibv_query_qp"),
     make_errno_point("ibv_query_srq"),
-    of_nic(make_errno_point("ibv_reg_dmabuf_mr")),
-    of_nic(make_errno_point("ibv_reg_mr")),
+    allow_nic_rules(make_errno_point("ibv_reg_dmabuf_mr")),
+    allow_nic_rules(make_errno_point("ibv_reg_mr")),
     make_errno_point("ibv_reg_mr_iova"),
     make_errno_point("ibv_reg_mr_iova2"),
     make_errno_point("ibv_resize_cq"),
@@ -94,37 +95,37 @@ constexpr std::array points = {
     make_errno_point("ibv_post_send"),
     make_errno_point("ibv_post_srq_recv"),
     make_errno_point("ibv_req_notify_cq"),
-    of_nic(make_status_point("wc.rdma_read")),
-    of_nic(make_status_point("wc.rdma_read.landed")),
-    of_nic(make_status_point("wc.rdma_write")),
-    of_nic(make_status_point("wc.rdma_write.landed")),
+    allow_nic_rules(make_status_point("wc.rdma_read")),
+    allow_nic_rules(make_status_point("wc.rdma_read.landed")),
+    allow_nic_rules(make_status_point("wc.rdma_write")),
+    allow_nic_rules(make_status_point("wc.rdma_write.landed")),
     make_status_point("wc.send"),
     make_status_point("wc.send.landed"),
 };
 
-constexpr std::array<std::string_view, 3> prefixes = {"ibv_", "_ibv_", "wc."};
+constexpr std::array<std::string_view, 3> point_prefixes = {"ibv_", "_ibv_", "wc."};
 
 std::string load_session() {
     record_use(UsedApi::verbs);
-    const std::string fault_error = load_faults(points, prefixes);
+    const std::string fault_error = load_faults(fault_points, point_prefixes);
     return config().error.empty() ? fault_error : config().error;
 }
 
 } // namespace
 
-const std::string& session_error() {
-    // Never destroyed, because a thread of a queue pair may read it while the process exits.
+const std::string& start_session() {
+    // The text is never destroyed, because a thread of a queue pair may read it while the process exits.
     static const std::string* const error = new std::string(load_session());
     return *error;
 }
 
 std::optional<int> find_injected_fault(std::string_view point, std::span<const std::string_view> nics) {
-    session_error();
+    start_session();
     return twin::find_injected_fault(point, nics);
 }
 
 std::optional<int> find_injected_fault(FaultSite* site, std::span<const std::string_view> nics) {
-    session_error();
+    start_session();
     return site->find_injected_fault(nics);
 }
 

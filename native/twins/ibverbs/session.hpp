@@ -13,23 +13,24 @@
 namespace gdrkit::twin::verbs {
 
 // Read the configuration and the fault plan at the first call. Return an error text, or an empty string if both are
-// valid.
-const std::string& session_error();
+// valid. A caller may ignore the text and only ensure that both were read.
+const std::string& start_session();
 
-// Count a call of this function. Return the errno (for wc.* the status) that the fault plan injects; nullopt if none.
-// `nics` are the names of the NICs to which the call belongs.
+// Count a call at a fault point: the name of a function, or wc.* for a completion. Return the errno (for wc.* the
+// status) that the fault plan injects; nullopt if it injects none. `nics` are the names of the NICs to which the call
+// belongs.
 std::optional<int> find_injected_fault(std::string_view point, std::span<const std::string_view> nics = {});
 
 // Like the function above, for a fault point of a function that is called often.
 std::optional<int> find_injected_fault(FaultSite* site, std::span<const std::string_view> nics = {});
 
-// For functions that return nullptr and set errno.
+// Set errno and return nullptr, as many verbs functions report an error.
 inline std::nullptr_t fail_null(int error) {
     errno = error;
     return nullptr;
 }
 
-// For functions that return -1 and set errno.
+// Set errno and return -1, as some verbs functions report an error.
 inline int fail_minus1(int error) {
     errno = error;
     return -1;

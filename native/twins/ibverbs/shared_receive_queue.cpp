@@ -10,10 +10,12 @@ namespace gdrkit::twin::verbs {
 
 namespace {
 
-// Draw a number of 24 bits that no other queue of this process has.
+// Draw a number of 24 bits, which repeats after 16 million queues. It is not 0, because 0 means that a request goes to
+// no shared receive queue.
 std::uint32_t draw_number() {
     static std::atomic<std::uint32_t> last_number{static_cast<std::uint32_t>(random_u64())};
-    return ++last_number & 0xffffff;
+    const std::uint32_t number = ++last_number & 0xffffff;
+    return number != 0 ? number : draw_number();
 }
 
 } // namespace

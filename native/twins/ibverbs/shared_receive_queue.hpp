@@ -1,5 +1,5 @@
 // Shared receive queues (SRQ): receive requests that several queue pairs consume. A queue pair of any transport takes
-// the next request by take(), and its completion frees the slot of the SRQ.
+// the next request by take(), and the completion of the request frees its slot in the SRQ.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@ public:
     // Remove and return the next request; nullopt if there is none. Raise IBV_EVENT_SRQ_LIMIT_REACHED if fewer requests
     // than the limit are left.
     std::optional<ReceiveWork> take();
-    // Return a request whose message did not arrive. It is again the next one.
+    // Return a request whose message did not arrive. It becomes the next request again.
     void put_back(ReceiveWork work);
 
     // Carry out ibv_modify_srq. Return 0 or EINVAL.

@@ -1,5 +1,5 @@
-// The public functions of shared receive queues: create, modify, query, destroy, and those that clients call through
-// the function tables of a context.
+// The public functions of shared receive queues: create, modify, query, destroy, and functions that clients call
+// through the tables of function pointers of a context.
 
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
@@ -46,7 +46,7 @@ ibv_srq* create_queue(ibv_pd* pd, const ibv_srq_init_attr_ex& attr) {
         handle->cq = attr.cq;
         ++completion_queue->user_count;
         ++get_xrcd_handle(attr.xrcd)->user_count;
-        get_xrcd_handle(attr.xrcd)->impl->add(handle->impl);
+        get_xrcd_handle(attr.xrcd)->impl->add_queue(handle->impl);
     }
     track("ibv_srq", handle.release());
     return srq;
@@ -64,13 +64,14 @@ ibv_srq* create_srq_extended(ibv_context* context, ibv_srq_init_attr_ex* init_at
     if (const auto fault = find_injected_fault("ibv_create_srq_ex")) {
         return fail_null(*fault);
     }
-    const auto has = [=](std::uint32_t bits) { return (init_attr->comp_mask & bits) == bits; };
-    const ibv_srq_type type = has(IBV_SRQ_INIT_ATTR_TYPE) ? init_attr->srq_type : IBV_SRQT_BASIC;
+    const auto has_fields = [=](std::uint32_t bits) { return (init_attr->comp_mask & bits) == bits; };
+    const ibv_srq_type type = has_fields(IBV_SRQ_INIT_ATTR_TYPE) ? init_attr->srq_type : IBV_SRQT_BASIC;
     if (init_attr->comp_mask >= IBV_SRQ_INIT_ATTR_RESERVED || (type != IBV_SRQT_BASIC && type != IBV_SRQT_XRC)) {
         return fail_null(EOPNOTSUPP);
     }
     ibv_srq_init_attr_ex attr = *init_attr;
-    if (!has(IBV_SRQ_INIT_ATTR_PD) || (type == IBV_SRQT_XRC && !has(IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ)) ||
+    if (!has_fields(IBV_SRQ_INIT_ATTR_PD) ||
+        (type == IBV_SRQT_XRC && !has_fields(IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ)) ||
         !is_alive("ibv_pd", attr.pd) || attr.pd->context != context || (type == IBV_SRQT_XRC && attr.xrcd == nullptr)) {
         return fail_null(EINVAL);
     }
@@ -135,7 +136,7 @@ int ibv_destroy_srq(ibv_srq* srq) {
         return EINVAL;
     }
     if (handle->xrcd != nullptr) {
-        get_xrcd_handle(handle->xrcd)->impl->remove(*receive_queue);
+        get_xrcd_handle(handle->xrcd)->impl->remove_queue(*receive_queue);
         --get_xrcd_handle(handle->xrcd)->user_count;
         --get_cq_handle(handle->cq)->impl->user_count;
     }

@@ -165,11 +165,11 @@ ibv_fork_status ibv_is_fork_initialized(void) {
     // Like the real library, ignore the environment of a set-uid program.
     static const std::string* const path = [] {
         const char* const configured_path = getuid() == geteuid() ? std::getenv("SYSFS_PATH") : nullptr;
-        auto* const text = new std::string(configured_path != nullptr ? configured_path : "/sys");
-        while (text->size() > 1 && text->ends_with('/')) {
-            text->pop_back();
+        auto* const sysfs_path = new std::string(configured_path != nullptr ? configured_path : "/sys");
+        while (sysfs_path->size() > 1 && sysfs_path->ends_with('/')) {
+            sysfs_path->pop_back();
         }
-        return text;
+        return sysfs_path;
     }();
     return path->c_str();
 }
@@ -193,6 +193,7 @@ ibv_fork_status ibv_is_fork_initialized(void) {
     } else if (static_cast<std::size_t>(length) < size_bytes) {
         buf[length] = '\0';
     } else {
+        errno = EINVAL; // The text would have no zero at its end.
         return -1;
     }
     return static_cast<int>(length);

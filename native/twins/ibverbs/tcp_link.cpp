@@ -22,15 +22,15 @@ bool send_message(int socket, const void* message, std::size_t message_bytes, co
     msghdr header{};
     header.msg_iov = parts;
     header.msg_iovlen = 2;
-    ssize_t sent = 0;
+    ssize_t result = 0;
     do {
-        sent = sendmsg(socket, &header, MSG_NOSIGNAL | (has_more ? MSG_MORE : 0));
-    } while (sent < 0 && errno == EINTR);
-    if (sent < 0) {
+        result = sendmsg(socket, &header, MSG_NOSIGNAL | (has_more ? MSG_MORE : 0));
+    } while (result < 0 && errno == EINTR);
+    if (result < 0) {
         return false;
     }
     // A large message may be sent in part.
-    const auto sent_bytes = static_cast<std::size_t>(sent);
+    const auto sent_bytes = static_cast<std::size_t>(result);
     if (sent_bytes < message_bytes) {
         return send_all(socket, static_cast<const char*>(message) + sent_bytes, message_bytes - sent_bytes) &&
                send_all(socket, payload, payload_bytes);
@@ -59,7 +59,7 @@ std::unique_ptr<Link> TcpLink::make_requester(int socket) {
     const timeval no_timeout{0, 0};
     setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &no_timeout, sizeof no_timeout);
     try {
-        link->receiver_ = start_signal_blocking_thread([receiver = link.get()] { receiver->run_receiver(); });
+        link->receiver_thread_ = start_signal_blocking_thread([receiver = link.get()] { receiver->run_receiver(); });
     } catch (const std::system_error&) {
         return nullptr;
     }
@@ -76,16 +76,16 @@ TcpLink::~TcpLink() {
 }
 
 void TcpLink::mark_ended() {
-    if (receiver_.joinable()) {
+    if (receiver_thread_.joinable()) {
         shutdown(socket_.get(), SHUT_RDWR);
-        receiver_.join();
+        receiver_thread_.join();
     }
 }
 
 bool TcpLink::publish_requests(std::uint32_t count, int socket) {
     store_request_count(count);
     while (sent_count_ != count) {
-        const wire::Request request = this->request(sent_count_++);
+        const wire::Request request = read_request(sent_count_++);
         const std::size_t payload_bytes = wire::carries_payload(request.opcode) ? request.chunk_bytes : 0;
         if (!send_message(socket, &request, sizeof request, memory().data_at(request.payload_offset), payload_bytes,
                           sent_count_ != count)) {
@@ -121,7 +121,7 @@ bool TcpLink::receive_response(std::uint32_t number) {
     if (!recv_all(socket_.get(), &response, sizeof response) || request_count() - number - 1 >= slot_count) {
         return false;
     }
-    const wire::Request request = this->request(number);
+    const wire::Request request = read_request(number);
     if (!wire::is_well_formed(response, request) ||
         !recv_all(socket_.get(), memory().data_at(request.payload_offset), count_payload_bytes(response, request))) {
         return false;
@@ -136,7 +136,7 @@ bool TcpLink::wait_for_request(std::uint32_t served_count, int socket) {
         (request.flags & wire::flag_piped) != 0) {
         return false;
     }
-    // Only one request is served at a time, so that its payload is always at the begin of the ring.
+    // Only one request is served at a time, so that its payload is always at the start of the ring.
     request.payload_offset = payload_offset;
     if (wire::carries_payload(request.opcode) &&
         !recv_all(socket, memory().data_at(payload_offset), request.chunk_bytes)) {
@@ -150,10 +150,10 @@ bool TcpLink::wait_for_request(std::uint32_t served_count, int socket) {
 void TcpLink::publish_responses(std::uint32_t count, int socket) {
     store_response_count(count);
     for (; sent_count_ != count; ++sent_count_) {
-        const wire::Response response = this->response(sent_count_);
+        const wire::Response response = read_response(sent_count_);
         // A failure is ignored, because the responder notices a dead requester when it waits for the next request.
         send_message(socket, &response, sizeof response, memory().data_at(payload_offset),
-                     count_payload_bytes(response, request(sent_count_)), false);
+                     count_payload_bytes(response, read_request(sent_count_)), false);
     }
 }
 

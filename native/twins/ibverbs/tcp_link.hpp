@@ -39,7 +39,7 @@ private:
     // thread.
     Fd socket_, wake_eventfd_;
     std::atomic<bool> is_peer_gone_{false};
-    std::thread receiver_;
+    std::thread receiver_thread_;
 };
 
 } // namespace gdrkit::twin::verbs

@@ -24,7 +24,7 @@ WindowHandle* get_mw_handle(ibv_mw* mw) {
     return reinterpret_cast<WindowHandle*>(mw);
 }
 
-// The caller holds the lock of the key table.
+// Unbind the window from its region, if it is bound. The caller holds the lock of the key table.
 void unbind(Window* window) {
     if (window->region != nullptr) {
         --window->region->window_count;
@@ -33,29 +33,29 @@ void unbind(Window* window) {
 }
 
 // Return whether the region permits the binding. The caller holds the lock of the key table.
-bool is_bindable(const KeyTable& state, const WindowBinding& binding) {
+bool is_bindable(const KeyTable& table, const WindowBinding& binding) {
     const Region& region = *binding.region;
-    const auto registered = state.local.find(region.lkey);
-    return registered != state.local.end() && registered->second == binding.region &&
+    const auto region_entry = table.by_lkey.find(region.lkey);
+    return region_entry != table.by_lkey.end() && region_entry->second == binding.region &&
            is_same_protection(region.domain, binding.window->domain) && region.permits(IBV_ACCESS_MW_BIND) &&
            ((binding.access & remote_write_flags) == 0 || region.permits(IBV_ACCESS_LOCAL_WRITE)) &&
            region.covers(binding.address, binding.length_bytes);
 }
 
-bool is_valid_binding(const KeyTable& state, const WindowBinding& binding, const ProtectionDomain* qp_domain) {
+bool is_valid_binding(const KeyTable& table, const WindowBinding& binding, const ProtectionDomain* qp_domain) {
     const Window& window = *binding.window;
-    const auto known = state.windows.find(get_window_index(window.rkey));
-    if (known == state.windows.end() || known->second != binding.window ||
+    const auto window_entry = table.windows.find(get_window_index(window.rkey));
+    if (window_entry == table.windows.end() || window_entry->second != binding.window ||
         get_window_index(binding.rkey) != get_window_index(window.rkey) || (binding.access & ~window_flags) != 0 ||
         !is_same_protection(window.domain, qp_domain)) {
         return false;
     }
     if (window.type == IBV_MW_TYPE_1) {
         return (binding.access & IBV_ACCESS_ZERO_BASED) == 0 &&
-               (binding.length_bytes == 0 || (binding.region != nullptr && is_bindable(state, binding)));
+               (binding.length_bytes == 0 || (binding.region != nullptr && is_bindable(table, binding)));
     }
     return window.region == nullptr && binding.region != nullptr && binding.length_bytes > 0 &&
-           is_bindable(state, binding);
+           is_bindable(table, binding);
 }
 
 } // namespace
@@ -70,9 +70,9 @@ std::shared_ptr<const WindowBinding> make_binding(ibv_mw* mw, std::uint32_t rkey
 }
 
 bool bind_window(const WindowBinding& binding, const ProtectionDomain* qp_domain, std::uint32_t qp_num) {
-    KeyTable& state = key_table();
-    std::lock_guard lock(state.mutex);
-    if (!is_valid_binding(state, binding, qp_domain)) {
+    KeyTable& table = key_table();
+    std::lock_guard lock(table.mutex);
+    if (!is_valid_binding(table, binding, qp_domain)) {
         return false;
     }
     Window& window = *binding.window;
@@ -90,10 +90,10 @@ bool bind_window(const WindowBinding& binding, const ProtectionDomain* qp_domain
 }
 
 bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, std::uint32_t qp_num) {
-    KeyTable& state = key_table();
-    std::lock_guard lock(state.mutex);
-    const auto entry = state.windows.find(get_window_index(rkey));
-    if (entry == state.windows.end()) {
+    KeyTable& table = key_table();
+    std::lock_guard lock(table.mutex);
+    const auto entry = table.windows.find(get_window_index(rkey));
+    if (entry == table.windows.end()) {
         return false;
     }
     Window& window = *entry->second;
@@ -107,10 +107,10 @@ bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, st
 
 std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
                                        unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes) {
-    KeyTable& state = key_table();
-    std::lock_guard lock(state.mutex);
-    const auto entry = state.windows.find(get_window_index(rkey));
-    if (entry == state.windows.end()) {
+    KeyTable& table = key_table();
+    std::lock_guard lock(table.mutex);
+    const auto entry = table.windows.find(get_window_index(rkey));
+    if (entry == table.windows.end()) {
         return nullptr;
     }
     const Window& window = *entry->second;
@@ -139,21 +139,21 @@ ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
     auto* const handle = new WindowHandle;
     handle->impl = std::make_shared<Window>(domain, type);
     {
-        KeyTable& state = key_table();
-        std::lock_guard lock(state.mutex);
-        // A window can get every key with its index, so no region may have one of these keys.
-        const auto is_used = [&state](std::uint32_t index) {
+        KeyTable& table = key_table();
+        std::lock_guard lock(table.mutex);
+        // Bind requests can give a window every key with its index, so no region may have one of these keys.
+        const auto is_used = [&table](std::uint32_t index) {
             for (std::uint32_t tag = 0; tag <= 0xff; ++tag) {
-                if (state.remote.contains(index << 8 | tag)) {
+                if (table.by_rkey.contains(index << 8 | tag)) {
                     return true;
                 }
             }
             return false;
         };
         do {
-            handle->impl->rkey = draw_unused_key(&state);
+            handle->impl->rkey = draw_unused_key(&table);
         } while (is_used(get_window_index(handle->impl->rkey)));
-        state.windows[get_window_index(handle->impl->rkey)] = handle->impl;
+        table.windows[get_window_index(handle->impl->rkey)] = handle->impl;
     }
     handle->public_mw.context = pd->context;
     handle->public_mw.pd = pd;
@@ -178,15 +178,15 @@ int dealloc_window(ibv_mw* mw) {
         return EINVAL;
     }
     handle->impl.reset();
-    KeyTable& state = key_table();
-    std::lock_guard lock(state.mutex);
-    state.windows.erase(get_window_index(window->rkey));
+    KeyTable& table = key_table();
+    std::lock_guard lock(table.mutex);
+    table.windows.erase(get_window_index(window->rkey));
     unbind(window.get());
     --window->domain->child_count;
     return 0;
 }
 
-// The client's ibv_bind_mw has checked the type and the domain.
+// ibv_bind_mw, an inline function in the client's verbs.h, has checked the type and the domain.
 int bind_window_type_1(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
     if (const auto fault = find_injected_fault("ibv_bind_mw")) {
         return *fault;

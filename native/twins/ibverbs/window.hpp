@@ -44,7 +44,7 @@ inline std::uint32_t get_window_index(std::uint32_t rkey) {
 // Copy the arguments of a bind request. Return nullptr if the window or the region is not alive.
 std::shared_ptr<const WindowBinding> make_binding(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info);
 
-// Carry out a request of the queue pair `qp_num`. Return false if it is not allowed.
+// Carry out a bind or invalidate request of the queue pair `qp_num`. Return false if the request is not allowed.
 bool bind_window(const WindowBinding& binding, const ProtectionDomain* qp_domain, std::uint32_t qp_num);
 bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, std::uint32_t qp_num);
 
@@ -53,7 +53,7 @@ bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, st
 std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
                                        unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes);
 
-// Operations of a context's table.
+// Functions for the tables of operations in a context.
 ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type);
 int dealloc_window(ibv_mw* mw);
 int bind_window_type_1(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind);

@@ -1,4 +1,4 @@
-// Implements the checks of the messages between queue pairs and their socket names.
+// Checks the messages between queue pairs, and makes the names of the sockets on which queue pairs listen.
 
 #include "ibverbs/wire.hpp"
 

@@ -1,4 +1,4 @@
-// Implements the checks of work requests and their translation from the client's structures.
+// Checks work requests, and translates them from the client's structures.
 
 #include "ibverbs/work_request.hpp"
 

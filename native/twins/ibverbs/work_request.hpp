@@ -42,7 +42,7 @@ struct SendWork {
     bool is_signaled = false;
     bool is_solicited = false;
     bool is_inline = false;
-    std::uint32_t immediate = 0; // or the rkey that the request invalidates
+    std::uint32_t immediate = 0; // the immediate data, or the rkey that the request invalidates
     std::uint64_t remote_address = 0;
     std::uint32_t rkey = 0;
     std::uint64_t compare_or_add = 0;
@@ -66,7 +66,7 @@ struct ReceiveWork {
 // Return whether an entry count is within `max_count`, and the list exists if it has entries.
 bool is_valid_sge_list(const ibv_sge* sges, int count, std::uint32_t max_count);
 std::uint64_t count_total_bytes(const ibv_sge* sges, int count);
-// Return whether the request's opcode is one of the two atomic operations, or one that sends the client's data.
+// Return whether the opcode is an atomic operation, or an operation that sends the client's data.
 bool is_atomic(ibv_wr_opcode opcode);
 bool carries_data(ibv_wr_opcode opcode);
 // Return whether the request only changes the keys of its own device: it binds or invalidates a memory window.

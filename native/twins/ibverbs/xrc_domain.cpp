@@ -16,7 +16,7 @@ namespace {
 
 using FileKey = std::tuple<const Device*, dev_t, ino_t>;
 
-// The open domains of files.
+// The open domains that belong to files.
 struct SharedDomains {
     std::mutex mutex;
     std::map<FileKey, std::weak_ptr<XrcDomain>> domains;
@@ -27,7 +27,7 @@ SharedDomains& shared_domains() {
     return *instance;
 }
 
-// Find or create the domain of a file. Return 0 or an errno; the kernel's ib_uverbs_open_xrcd returns the same ones.
+// Find or create the domain of a file. Return 0 or an errno, as the kernel's ib_uverbs_open_xrcd does.
 int open_file_domain(const Device* device, int fd, int oflags, std::shared_ptr<XrcDomain>* domain) {
     struct stat status {};
     if (fstat(fd, &status) != 0) {
@@ -50,17 +50,17 @@ int open_file_domain(const Device* device, int fd, int oflags, std::shared_ptr<X
 
 } // namespace
 
-void XrcDomain::add(const std::shared_ptr<SharedReceiveQueue>& srq) {
+void XrcDomain::add_queue(const std::shared_ptr<SharedReceiveQueue>& srq) {
     std::lock_guard lock(mutex_);
     queues_[srq->number()] = srq;
 }
 
-void XrcDomain::remove(const SharedReceiveQueue& srq) {
+void XrcDomain::remove_queue(const SharedReceiveQueue& srq) {
     std::lock_guard lock(mutex_);
     queues_.erase(srq.number());
 }
 
-std::shared_ptr<SharedReceiveQueue> XrcDomain::find(std::uint32_t number) {
+std::shared_ptr<SharedReceiveQueue> XrcDomain::find_queue(std::uint32_t number) {
     std::lock_guard lock(mutex_);
     const auto queue = queues_.find(number);
     return queue == queues_.end() ? nullptr : queue->second;
@@ -69,7 +69,7 @@ std::shared_ptr<SharedReceiveQueue> XrcDomain::find(std::uint32_t number) {
 void XrcDomain::drop_completions(std::uint32_t qp_num) {
     std::lock_guard lock(mutex_);
     for (const auto& [number, queue] : queues_) {
-        queue->completion_queue()->drop(qp_num);
+        queue->completion_queue()->drop_completions_of(qp_num);
     }
 }
 
@@ -116,11 +116,11 @@ ibv_xrcd* open_xrc_domain(ibv_context* context, ibv_xrcd_init_attr* init_attr) {
     if (const auto fault = find_injected_fault("ibv_open_xrcd")) {
         return fail_null(*fault);
     }
-    constexpr std::uint32_t required = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS;
+    constexpr std::uint32_t required_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS;
     if (init_attr->comp_mask >= IBV_XRCD_INIT_ATTR_RESERVED) {
         return fail_null(EOPNOTSUPP);
     }
-    if (!is_alive("ibv_context", get_context(context)) || (init_attr->comp_mask & required) != required) {
+    if (!is_alive("ibv_context", get_context(context)) || (init_attr->comp_mask & required_mask) != required_mask) {
         return fail_null(EINVAL);
     }
     auto handle = std::make_unique<XrcDomainHandle>();

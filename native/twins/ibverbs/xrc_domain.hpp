@@ -1,6 +1,7 @@
-// XRC domains. The receive queue pairs of a domain deliver each message to the shared receive queue of the domain that
-// the message names. All opened domains of one file are one domain. A receive queue pair belongs to its domain. Clients
-// can have several ibv_qp structures for it (ibv_open_qp), and it ends when the last structure is destroyed.
+// XRC domains. Each message names a shared receive queue of the domain, and the receive queue pairs of the domain
+// deliver the message to that queue. Clients that open the same file get the same domain. A receive queue pair belongs
+// to its domain. Clients can have several ibv_qp structures for the pair (ibv_open_qp), and the pair is closed when the
+// last structure is destroyed.
 #pragma once
 
 #include <atomic>
@@ -18,12 +19,12 @@ class QueuePair;
 
 class XrcDomain {
 public:
-    void add(const std::shared_ptr<SharedReceiveQueue>& srq);
-    void remove(const SharedReceiveQueue& srq);
+    void add_queue(const std::shared_ptr<SharedReceiveQueue>& srq);
+    void remove_queue(const SharedReceiveQueue& srq);
     // Return the queue with this number; nullptr if the domain has none.
-    std::shared_ptr<SharedReceiveQueue> find(std::uint32_t number);
-    // A queue pair is reset or destroyed: remove its completions from the completion queues of the domain's receive
-    // queues.
+    std::shared_ptr<SharedReceiveQueue> find_queue(std::uint32_t number);
+    // Remove the completions of a queue pair from the completion queues of all shared receive queues of the domain. The
+    // pair is reset or destroyed.
     void drop_completions(std::uint32_t qp_num);
 
     // Add a receive queue pair with its first structure.
@@ -57,7 +58,7 @@ inline XrcDomainHandle* get_xrcd_handle(ibv_xrcd* xrcd) {
     return reinterpret_cast<XrcDomainHandle*>(xrcd);
 }
 
-// Operations of the table of a context.
+// Functions for the table of operations in a context.
 ibv_xrcd* open_xrc_domain(ibv_context* context, ibv_xrcd_init_attr* init_attr);
 int close_xrc_domain(ibv_xrcd* xrcd);
 

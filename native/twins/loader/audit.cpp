@@ -72,9 +72,9 @@ constexpr bool has_versions(std::string_view library) {
 
 // Return whether the twin replaces a library of this name and this version. If the version is unknown, the first of
 // several twins replaces the library.
-constexpr bool replaces(std::string_view twin, std::string_view library, std::string_view major) {
+constexpr bool replaces(std::string_view twin, std::string_view library, std::string_view major_version) {
     const std::string_view stem = get_stem(library);
-    const bool has_other_version = !major.empty() && major != get_major_version(twin);
+    const bool has_other_version = !major_version.empty() && major_version != get_major_version(twin);
     return !stem.empty() && stem == get_stem(twin) && !(has_versions(library) && has_other_version);
 }
 constexpr bool replaces(std::string_view twin, std::string_view library) {
@@ -118,28 +118,30 @@ struct ElfFile {
         return false;
     }
 
-    // Store the SONAME in a buffer. Return false if the file has none, or one that is too long.
+    // Store the SONAME in a buffer. Return false if the file has no SONAME, or if the SONAME is too long.
     bool read_soname(char (&buffer)[PATH_MAX]) const {
-        ElfW(Phdr) dynamic{}, strings{};
+        ElfW(Phdr) dynamic{}, string_segment{};
         if (!find_segment([](const auto& segment) { return segment.p_type == PT_DYNAMIC; }, &dynamic)) {
             return false;
         }
         ElfW(Dyn) entry{};
-        std::uint64_t names_address = 0, name_offset = 0;
-        for (std::uint64_t at = dynamic.p_offset; read(at, &entry) && entry.d_tag != DT_NULL; at += sizeof entry) {
+        std::uint64_t string_table_address = 0, name_offset = 0;
+        for (std::uint64_t entry_offset = dynamic.p_offset; read(entry_offset, &entry) && entry.d_tag != DT_NULL;
+             entry_offset += sizeof entry) {
             if (entry.d_tag == DT_STRTAB) {
-                names_address = entry.d_un.d_ptr;
+                string_table_address = entry.d_un.d_ptr;
             } else if (entry.d_tag == DT_SONAME) {
                 name_offset = entry.d_un.d_val;
             }
         }
-        const auto has_names = [=](const auto& segment) {
-            return segment.p_type == PT_LOAD && names_address - segment.p_vaddr < segment.p_filesz;
+        const auto has_string_table = [=](const auto& segment) {
+            return segment.p_type == PT_LOAD && string_table_address - segment.p_vaddr < segment.p_filesz;
         };
-        if (name_offset == 0 || !find_segment(has_names, &strings)) {
+        if (name_offset == 0 || !find_segment(has_string_table, &string_segment)) {
             return false;
         }
-        const std::uint64_t begin = strings.p_offset + (names_address - strings.p_vaddr) + name_offset;
+        const std::uint64_t begin =
+            string_segment.p_offset + (string_table_address - string_segment.p_vaddr) + name_offset;
         for (std::size_t index = 0; index < sizeof buffer && read(begin + index, &buffer[index]); ++index) {
             if (buffer[index] == '\0') {
                 return true;
@@ -169,16 +171,16 @@ bool read_soname(const char* path, char (&buffer)[PATH_MAX]) {
 }
 
 // Return the first number of the version of a library, from its name, else from the name of the file to which links
-// lead, else from its SONAME. The text may be in the buffer.
+// lead, else from its SONAME. The returned text may point into the buffer.
 std::string_view find_major(const char* library, char (&buffer)[PATH_MAX]) {
-    std::string_view major = get_major_version(library);
-    if (major.empty() && realpath(library, buffer) != nullptr) {
-        major = get_major_version(buffer);
+    std::string_view major_version = get_major_version(library);
+    if (major_version.empty() && realpath(library, buffer) != nullptr) {
+        major_version = get_major_version(buffer);
     }
-    if (major.empty() && read_soname(library, buffer)) {
-        major = get_major_version(buffer);
+    if (major_version.empty() && read_soname(library, buffer)) {
+        major_version = get_major_version(buffer);
     }
-    return major;
+    return major_version;
 }
 
 // Return the path of the twin that replaces this library, or nullptr. The library may not exist.
@@ -195,9 +197,9 @@ char* find_twin(const char* library) {
         return copy;
     }();
     char buffer[PATH_MAX];
-    const std::string_view major = has_versions(library) ? find_major(library, buffer) : std::string_view();
+    const std::string_view major_version = has_versions(library) ? find_major(library, buffer) : std::string_view();
     for (char* path = paths; path != nullptr && *path != '\0'; path += std::string_view(path).size() + 1) {
-        if (replaces(path, library, major)) {
+        if (replaces(path, library, major_version)) {
             return path;
         }
     }
@@ -222,7 +224,8 @@ extern "C" {
     if (flag == LA_SER_ORIG && !is_path) {
         return const_cast<char*>(name);
     }
-    // Another path of the search may have the file that tells the version. The loader searches its own folders last.
+    // Do not replace a path that does not exist: a later path of this search may have the file whose version selects
+    // the twin. The loader searches its own folders last.
     const bool is_searched = (flag & (LA_SER_LIBPATH | LA_SER_RUNPATH)) != 0;
     if (is_searched && has_versions(name) && get_major_version(name).empty() && access(name, F_OK) != 0) {
         return const_cast<char*>(name);

@@ -1,7 +1,7 @@
 // A library for LD_PRELOAD, by which programs see the devices of the verbs twin in /sys and /dev. Each function here
-// replaces the function of libc with the same name. If its path names a device file, it calls the function of libc
-// with the path of this file in the tree of the domain. `gdrkit run` creates the tree and sets the variables for its
-// child. The library needs only libc, so it adds little to the start of a process.
+// replaces the function of libc with the same name. If its path names a device file, it passes the path of this file in
+// the tree of the domain to libc. The tree is a folder with the files of all emulated devices. `gdrkit run` creates the
+// tree and sets the variables for its child. The library needs only libc, so it adds little to the start of a process.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>

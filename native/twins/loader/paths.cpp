@@ -18,7 +18,7 @@
 namespace gdrkit::twin {
 namespace {
 
-// System calls by their number. In this process, devices.cpp replaces the functions of libc with these names.
+// These functions call the kernel directly, because devices.cpp replaces the functions of libc in this process.
 int open_directly(const char* path, int flags) {
     return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags | O_CLOEXEC, 0));
 }
@@ -30,18 +30,19 @@ bool exists(const char* path) {
 // change its environment.
 std::string_view get_tree_folder() {
     static char folder[max_path_bytes];
-    static int length = -1;
-    int known_length = __atomic_load_n(&length, __ATOMIC_ACQUIRE);
-    if (known_length < 0) {
-        const char* const state = std::getenv(state_variable);
+    static int cached_length = -1;
+    int folder_length = __atomic_load_n(&cached_length, __ATOMIC_ACQUIRE);
+    if (folder_length < 0) {
+        const char* const state_folder = std::getenv(state_variable);
         // Threads that come here at the same time write the same bytes.
-        known_length = state == nullptr ? 0 : std::snprintf(folder, sizeof folder, "%s%s", state, tree_name);
-        if (known_length >= static_cast<int>(sizeof folder) / 2) {
-            known_length = 0;
+        folder_length =
+            state_folder == nullptr ? 0 : std::snprintf(folder, sizeof folder, "%s%s", state_folder, tree_name);
+        if (folder_length >= static_cast<int>(sizeof folder) / 2) {
+            folder_length = 0;
         }
-        __atomic_store_n(&length, known_length, __ATOMIC_RELEASE);
+        __atomic_store_n(&cached_length, folder_length, __ATOMIC_RELEASE);
     }
-    return {folder, static_cast<std::size_t>(known_length)};
+    return {folder, static_cast<std::size_t>(folder_length)};
 }
 
 // Folders that the tree replaces as a whole, so that programs see only the RDMA devices of the verbs twin.
@@ -73,23 +74,24 @@ bool is_device_path(const char* file) {
 
 // Store the absolute path of `file`, which is relative to a folder's descriptor or AT_FDCWD. Return false if it is too
 // long or the folder has no path.
-bool make_absolute(int folder, const char* file, char* absolute, std::size_t size) {
-    char link[64];
+bool make_absolute(int folder, const char* file, char* absolute, std::size_t size_bytes) {
+    char proc_link[64];
     if (folder == AT_FDCWD) {
-        std::snprintf(link, sizeof link, "/proc/self/cwd");
+        std::snprintf(proc_link, sizeof proc_link, "/proc/self/cwd");
     } else {
-        std::snprintf(link, sizeof link, "/proc/self/fd/%d", folder);
+        std::snprintf(proc_link, sizeof proc_link, "/proc/self/fd/%d", folder);
     }
-    const long length = syscall(SYS_readlinkat, AT_FDCWD, link, absolute, size - 1);
-    return length > 0 &&
-           static_cast<std::size_t>(std::snprintf(absolute + length, size - static_cast<std::size_t>(length), "/%s",
-                                                  file)) < size - static_cast<std::size_t>(length);
+    const long folder_length = syscall(SYS_readlinkat, AT_FDCWD, proc_link, absolute, size_bytes - 1);
+    return folder_length > 0 &&
+           static_cast<std::size_t>(std::snprintf(absolute + folder_length,
+                                                  size_bytes - static_cast<std::size_t>(folder_length), "/%s", file)) <
+               size_bytes - static_cast<std::size_t>(folder_length);
 }
 
 constexpr std::string_view counter_names[] = {"port_xmit_data", "port_rcv_data", "port_xmit_packets",
                                               "port_rcv_packets"};
 
-const char* file_name(const char* path) {
+const char* get_file_name(const char* path) {
     const char* const slash = std::strrchr(path, '/');
     return slash == nullptr ? path : slash + 1;
 }
@@ -141,25 +143,26 @@ Path::Path(int folder, const char* file) : file_(file) {
         if (is_replaced_) {
             find_counter(tree_path_);
         }
-    } else if (file[0] != '/' && is_counter_name(file_name(file)) &&
+    } else if (file[0] != '/' && is_counter_name(get_file_name(file)) &&
                make_absolute(folder, file, tree_path_, sizeof tree_path_) && is_in_folder(tree_path_, tree)) {
         find_counter(tree_path_);
     }
     errno = saved_errno;
 }
 
-// The path of a counter ends with "/twin<device>/ports/1/counters/<name>". Links lead to the folder, so the part before
-// that differs.
+// The path of a counter ends with "/twin<device>/ports/1/counters/<name>". Symbolic links lead to that folder from
+// several places, so the beginning of the path differs.
 void Path::find_counter(const char* tree_path) {
-    const char* const name = file_name(tree_path);
+    const char* const name = get_file_name(tree_path);
     if (!is_counter_name(name)) {
         return;
     }
-    for (const char* part = tree_path; (part = std::strstr(part, "/twin")) != nullptr; ++part) {
+    for (const char* twin_component = tree_path; (twin_component = std::strstr(twin_component, "/twin")) != nullptr;
+         ++twin_component) {
         unsigned device = 0;
-        int length = 0;
-        if (std::sscanf(part, "/twin%2u/ports/1/counters/%n", &device, &length) == 1 && length > 0 &&
-            part + length == name && device < max_devices) {
+        int prefix_length = 0;
+        if (std::sscanf(twin_component, "/twin%2u/ports/1/counters/%n", &device, &prefix_length) == 1 &&
+            prefix_length > 0 && twin_component + prefix_length == name && device < max_devices) {
             device_ = static_cast<int>(device);
             counter_name_ = name;
         }

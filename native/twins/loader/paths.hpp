@@ -1,5 +1,5 @@
-// Paths of device files, and their places in the tree of the domain. Nothing here allocates memory or needs a C++
-// library, because the functions of libc in devices.cpp use it.
+// Paths of device files, and the paths of the same files in the tree of the domain (tree_files.hpp). Nothing here
+// allocates memory or needs a C++ library, because devices.cpp uses it in its replacements of libc functions.
 #pragma once
 
 #include <cstddef>

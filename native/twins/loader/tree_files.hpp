@@ -10,12 +10,13 @@ namespace gdrkit::twin {
 // This variable names the folder of the domain. `gdrkit run` creates it.
 inline constexpr const char* state_variable = "GDRKIT_TWINS_STATE";
 
-// The folder `tree` has the same names below it as / has. The file `counters` has one PortCounters for each device.
+// The folder `tree` contains the device files under the same paths as below /. The file `counters` has one PortCounters
+// for each device.
 inline constexpr const char* tree_name = "/tree";
 inline constexpr const char* counters_name = "/counters";
 inline constexpr std::size_t max_devices = 16;
 
-// Traffic that passed the port of a device since the folder was created, of all processes of the domain. A byte count
+// Traffic of all processes of the domain that passed the port of a device since the folder was created. A byte count
 // includes the headers of each packet. Processes change the numbers by atomic additions.
 struct PortCounters {
     std::uint64_t sent_bytes = 0;

@@ -1,10 +1,11 @@
-// The program gdrkit-twins-devices: writes the tree in which programs find the devices of the verbs twin. It is a
-// client of the twin, so the files agree with what the twin returns. `gdrkit run` starts it with the environment of the
-// child.
+// The program gdrkit-twins-devices: writes the tree of files of /sys and /dev that describe the devices of the verbs
+// twin. The program is a client of the twin, so the files agree with what the twin returns. `gdrkit run` starts the
+// program with the environment of the child.
 #include <infiniband/verbs.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include <fstream>
 #include <iostream>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "loader/tree_files.hpp"
@@ -22,9 +24,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-template <typename... Arguments> std::string format(const char* text, Arguments... arguments) {
+template <typename... Arguments> std::string format(const char* pattern, Arguments... arguments) {
     char buffer[256];
-    std::snprintf(buffer, sizeof buffer, text, arguments...);
+    std::snprintf(buffer, sizeof buffer, pattern, arguments...);
     return buffer;
 }
 
@@ -34,7 +36,7 @@ void write_file(const fs::path& path, const std::string& text) {
     file << text << "\n";
     file.close();
     if (!file) {
-        throw std::runtime_error("cannot write " + path.string());
+        throw std::system_error(errno, std::generic_category(), "write " + path.string());
     }
 }
 
@@ -85,20 +87,20 @@ void write_pci_function(const fs::path& tree, const fs::path& folder, const PciF
     write_link(tree / "sys/bus/pci/devices" / function.address, folder);
 }
 
-// Write a PCIe switch below a root port of its own, and return the folders of its two downstream ports. A NIC and a GPU
-// below one switch are neighbours.
+// Write a PCIe switch below a root port of its own, and return the folders of its two downstream ports. Programs regard
+// a NIC and a GPU below one switch as neighbours.
 std::pair<fs::path, fs::path> write_switch(const fs::path& tree, unsigned index) {
     const fs::path bridge = tree / "sys/devices" / host_bridge_name;
-    const auto bridge_function = [](std::string address) {
+    const auto make_bridge_function = [](std::string address) {
         return PciFunction{std::move(address), "0xfff0", "0x0002", bridge_class};
     };
     const std::string port = format("7d00:00:%02x.0", index + 1), upstream = format("7d00:%02x:00.0", 0x40 + index);
-    write_pci_function(tree, bridge / port, bridge_function(port));
-    write_pci_function(tree, bridge / port / upstream, bridge_function(upstream));
+    write_pci_function(tree, bridge / port, make_bridge_function(port));
+    write_pci_function(tree, bridge / port / upstream, make_bridge_function(upstream));
     const std::string nic_port = format("7d00:%02x:00.0", 0x60 + index),
                       gpu_port = format("7d00:%02x:01.0", 0x60 + index);
-    write_pci_function(tree, bridge / port / upstream / nic_port, bridge_function(nic_port));
-    write_pci_function(tree, bridge / port / upstream / gpu_port, bridge_function(gpu_port));
+    write_pci_function(tree, bridge / port / upstream / nic_port, make_bridge_function(nic_port));
+    write_pci_function(tree, bridge / port / upstream / gpu_port, make_bridge_function(gpu_port));
     return {bridge / port / upstream / nic_port, bridge / port / upstream / gpu_port};
 }
 
@@ -114,18 +116,18 @@ std::string format_rate(const ibv_port_attr& port) {
     struct Speed {
         std::uint8_t code;
         const char* name;
-        double gigabits;
+        double gigabits_per_lane;
     };
     for (const Speed& speed : {Speed{1, "SDR", 2.5}, Speed{2, "DDR", 5}, Speed{4, "QDR", 10}, Speed{8, "FDR10", 10},
                                Speed{16, "FDR", 14}, Speed{32, "EDR", 25}, Speed{64, "HDR", 50}}) {
         if (speed.code == port.active_speed) {
-            return format("%g Gb/sec (%dX %s)", speed.gigabits * lanes, lanes, speed.name);
+            return format("%g Gb/sec (%dX %s)", speed.gigabits_per_lane * lanes, lanes, speed.name);
         }
     }
     return "0 Gb/sec";
 }
 
-const char* get_state_text(ibv_port_state state) {
+const char* get_port_state_text(ibv_port_state state) {
     return state == IBV_PORT_ACTIVE ? "4: ACTIVE" : state == IBV_PORT_INIT ? "2: INIT" : "1: DOWN";
 }
 
@@ -143,11 +145,11 @@ void write_gids(const fs::path& folder, ibv_context* context, int table_length) 
     entries.resize(static_cast<std::size_t>(count));
     for (const ibv_gid_entry& entry : entries) {
         const std::string index = std::to_string(entry.gid_index);
-        std::string text;
+        std::string gid_text;
         for (unsigned byte = 0; byte < sizeof entry.gid.raw; byte += 2) {
-            text += format("%s%02x%02x", byte == 0 ? "" : ":", entry.gid.raw[byte], entry.gid.raw[byte + 1]);
+            gid_text += format("%s%02x%02x", byte == 0 ? "" : ":", entry.gid.raw[byte], entry.gid.raw[byte + 1]);
         }
-        write_file(folder / "gids" / index, text);
+        write_file(folder / "gids" / index, gid_text);
         write_file(folder / "gid_attrs/types" / index,
                    entry.gid_type == IBV_GID_TYPE_ROCE_V2 ? "RoCE v2" : "IB/RoCE v1");
         // The packets of the twin stay in this machine, so their network interface is the loopback.
@@ -160,7 +162,7 @@ void write_port(const fs::path& folder, ibv_context* context) {
     if (ibv_query_port(context, 1, &port) != 0) {
         throw std::runtime_error("ibv_query_port failed");
     }
-    write_file(folder / "state", get_state_text(port.state));
+    write_file(folder / "state", get_port_state_text(port.state));
     write_file(folder / "phys_state", port.phys_state == 5 ? "5: LinkUp" : "3: Disabled");
     write_file(folder / "rate", format_rate(port));
     write_file(folder / "lid", format("0x%x", port.lid));
@@ -178,8 +180,8 @@ void write_port(const fs::path& folder, ibv_context* context) {
         write_file(folder / "pkeys" / std::to_string(index), format("0x%02x%02x", bytes[0], bytes[1]));
     }
     write_gids(folder, context, port.gid_tbl_len);
-    // The library for LD_PRELOAD writes the first four counters anew when a program opens them. The others count
-    // failures that the twin does not have.
+    // When a program opens one of the first four counters, the library for LD_PRELOAD (devices.cpp) gives it a file
+    // with the present value. The other counters count failures, which the twin does not have.
     for (const char* const name :
          {"port_xmit_data", "port_rcv_data", "port_xmit_packets", "port_rcv_packets", "symbol_error",
           "link_error_recovery", "link_downed", "port_rcv_errors", "port_xmit_discards", "port_xmit_wait"}) {
@@ -195,11 +197,11 @@ void write_nic(const fs::path& tree, const fs::path& port_folder, unsigned index
         throw std::runtime_error("ibv_query_device failed");
     }
     const PciFunction function{format("7d00:%02x:00.0", 0x80 + index), "0xfff0", "0x0001", ethernet_class};
-    const fs::path pci = port_folder / function.address;
-    write_pci_function(tree, pci, function);
+    const fs::path function_folder = port_folder / function.address;
+    write_pci_function(tree, function_folder, function);
 
     const std::string name = ibv_get_device_name(device);
-    const fs::path folder = pci / "infiniband" / name;
+    const fs::path folder = function_folder / "infiniband" / name;
     write_file(folder / "node_type", "1: CA");
     write_file(folder / "node_guid", format_guid(&attributes.node_guid));
     write_file(folder / "sys_image_guid", format_guid(&attributes.sys_image_guid));
@@ -215,7 +217,7 @@ void write_nic(const fs::path& tree, const fs::path& port_folder, unsigned index
     write_link(tree / "sys/class/infiniband" / name, folder);
 
     const std::string verbs_name = device->dev_name;
-    const fs::path verbs_folder = pci / "infiniband_verbs" / verbs_name;
+    const fs::path verbs_folder = function_folder / "infiniband_verbs" / verbs_name;
     write_file(verbs_folder / "ibdev", name);
     write_file(verbs_folder / "abi_version", "1");
     // Major number 231 and first minor number 192 belong to uverbs (drivers/infiniband/core/uverbs_main.c).

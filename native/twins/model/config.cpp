@@ -79,7 +79,8 @@ int read_cufile_version(Config* config) {
     return version == "1.15" ? 1150 : 1200;
 }
 
-// Return the secret of the fabric, from the variable or from the file that it names; an empty text if there is none.
+// Return the secret of the fabric, or an empty text if there is none. The variable contains the secret or the path of a
+// file with the secret.
 std::string read_secret() {
     const char* const text = std::getenv("GDRKIT_TWINS_FABRIC_SECRET");
     std::string secret = text == nullptr ? "" : text;
@@ -160,7 +161,7 @@ Config read_config() {
 } // namespace
 
 const Config& config() {
-    // Never destroyed, because threads of the twins may read it while the process exits.
+    // The object is never destroyed, because threads of the twins may read it while the process exits.
     static const Config* const instance = new Config(read_config());
     return *instance;
 }

@@ -46,10 +46,10 @@ struct Config {
 const Config& config();
 
 // Return the next number of this process's random generator, which is seeded by the configuration and the process id.
-// Safe to call from every thread.
+// Every thread may call this function.
 std::uint64_t random_u64();
 
-// Return 0, or with a probability of late_share_percent a random delay from 0 to max_delay_us microseconds.
+// Return 0 or, with a probability of late_share_percent, a random delay from 0 to max_delay_us microseconds.
 std::uint64_t random_delay_us();
 
 // Sleep for random_delay_us() microseconds.

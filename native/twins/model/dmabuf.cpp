@@ -1,6 +1,6 @@
 // The twins' dma-bufs, implemented by memfds. An allocation is a memfd. A dma-buf is a write-only descriptor of that
-// memfd, or of a second, empty one (a descriptor memfd). An importer of a descriptor memfd requests its extents from
-// the control service of the exporting process.
+// memfd, or of a second memfd without content (a descriptor memfd). An importer of a descriptor memfd requests its
+// extents from the control service of the exporting process.
 
 #include "model/dmabuf.hpp"
 
@@ -28,7 +28,8 @@ namespace {
 constexpr std::string_view memory_name_prefix = "gdrkit-gpu:";
 constexpr std::string_view dmabuf_name_prefix = "gdrkit-dmabuf:";
 constexpr std::string_view shareable_name_prefix = "gdrkit-vmm:";
-// send_fds sends this number of descriptors in one message, and the control service sends one for each extent.
+// A dma-buf has at most this number of extents: the control service sends one descriptor for each extent in one
+// message, and send_fds sends at most 64.
 constexpr std::size_t max_extents = 64;
 
 // The result of reading /proc/self/fd/N. `name` is the memfd's name without the "/memfd:" and " (deleted)" that the
@@ -116,8 +117,8 @@ bool has_other_opens(int fd) {
     return !writer || fcntl(writer.get(), F_SETSIG, SIGURG) != 0 || fcntl(writer.get(), F_SETLEASE, F_WRLCK) != 0;
 }
 
-void drop_unreferenced_exports(Exports* state) {
-    std::erase_if(state->descriptors,
+void drop_unreferenced_exports(Exports* export_table) {
+    std::erase_if(export_table->descriptors,
                   [](const auto& entry) { return !has_other_opens(entry.second.descriptor.get()); });
 }
 
@@ -127,10 +128,10 @@ void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* r
         return;
     }
     std::memcpy(&id, request.data(), sizeof id);
-    Exports& state = exports();
-    std::lock_guard lock(state.mutex);
-    const auto entry = state.descriptors.find(id);
-    if (entry == state.descriptors.end()) {
+    Exports& export_table = exports();
+    std::lock_guard lock(export_table.mutex);
+    const auto entry = export_table.descriptors.find(id);
+    if (entry == export_table.descriptors.end()) {
         return;
     }
     for (const ImportedDmabuf::OwnedExtent& extent : entry->second.extents) {
@@ -143,15 +144,15 @@ void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* r
 
 int export_descriptor(std::string_view prefix, std::span<const Extent> extents, std::uint64_t* exported_id = nullptr) {
     std::uint64_t length_bytes = 0;
-    DescriptorExport exported;
+    DescriptorExport new_export;
     for (const Extent& extent : extents) {
-        // A reopened descriptor, unlike a duplicate, is counted by has_other_references. It is open while the dma-buf
-        // lives.
+        // has_other_references counts a reopened descriptor, but no duplicate. The descriptor stays open while the
+        // dma-buf lives.
         const int memory_fd = reopen(extent.fd, O_RDWR);
         if (memory_fd < 0) {
             return memory_fd;
         }
-        exported.extents.push_back({Fd(memory_fd), extent.offset_bytes, extent.length_bytes});
+        new_export.extents.push_back({Fd(memory_fd), extent.offset_bytes, extent.length_bytes});
         length_bytes += extent.length_bytes;
     }
     register_handler(request_dmabuf_extents, serve_extents);
@@ -163,13 +164,13 @@ int export_descriptor(std::string_view prefix, std::span<const Extent> extents, 
     if (descriptor < 0) {
         return descriptor;
     }
-    exported.descriptor = Fd(descriptor);
+    new_export.descriptor = Fd(descriptor);
     const int exported_fd = reopen(descriptor, O_WRONLY);
-    Exports& state = exports();
-    std::lock_guard lock(state.mutex);
-    drop_unreferenced_exports(&state);
+    Exports& export_table = exports();
+    std::lock_guard lock(export_table.mutex);
+    drop_unreferenced_exports(&export_table);
     if (exported_fd >= 0) {
-        state.descriptors.emplace(id, std::move(exported));
+        export_table.descriptors.emplace(id, std::move(new_export));
         if (exported_id != nullptr) {
             *exported_id = id;
         }
@@ -185,18 +186,19 @@ bool parse_16_hex_digits(std::string_view text, std::uint64_t* value) {
     return true;
 }
 
-// Request the extents of a descriptor memfd from its exporting process. `owner_and_id` is the end of the memfd's name:
-// "<16 hex digits: id of the exporter's control service>:<16 hex digits: id of the dma-buf>".
-int import_descriptor(std::string_view owner_and_id, std::uint64_t length_bytes, ImportedDmabuf* imported) {
-    std::uint64_t owner = 0, id = 0;
-    if (owner_and_id.size() != 33 || !parse_16_hex_digits(owner_and_id.substr(0, 16), &owner) ||
-        !parse_16_hex_digits(owner_and_id.substr(17), &id)) {
+// Request the extents of a descriptor memfd from its exporting process. `service_and_dmabuf_ids` is the end of the
+// memfd's name: "<16 hex digits: id of the exporter's control service>:<16 hex digits: id of the dma-buf>".
+int import_descriptor(std::string_view service_and_dmabuf_ids, std::uint64_t length_bytes, ImportedDmabuf* imported) {
+    std::uint64_t service_id = 0, id = 0;
+    if (service_and_dmabuf_ids.size() != 33 ||
+        !parse_16_hex_digits(service_and_dmabuf_ids.substr(0, 16), &service_id) ||
+        !parse_16_hex_digits(service_and_dmabuf_ids.substr(17), &id)) {
         return -EINVAL;
     }
     std::vector<std::byte> request(sizeof id), reply;
     std::memcpy(request.data(), &id, sizeof id);
     std::vector<Fd> fds;
-    if (!send_control_request(owner, request_dmabuf_extents, request, &reply, &fds)) {
+    if (!send_control_request(service_id, request_dmabuf_extents, request, &reply, &fds)) {
         return -ENODEV;
     }
     if (reply.size() != fds.size() * sizeof(ExtentMessage)) {
@@ -261,16 +263,16 @@ int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id) {
 }
 
 bool is_dmabuf_alive(std::uint64_t id) {
-    Exports& state = exports();
-    std::lock_guard lock(state.mutex);
-    const auto entry = state.descriptors.find(id);
-    if (entry == state.descriptors.end()) {
+    Exports& export_table = exports();
+    std::lock_guard lock(export_table.mutex);
+    const auto entry = export_table.descriptors.find(id);
+    if (entry == export_table.descriptors.end()) {
         return false;
     }
     if (has_other_opens(entry->second.descriptor.get())) {
         return true;
     }
-    state.descriptors.erase(entry);
+    export_table.descriptors.erase(entry);
     return false;
 }
 
@@ -372,9 +374,9 @@ void* map_imported(const ImportedDmabuf& imported) {
 
 bool has_other_references(int fd) {
     {
-        Exports& state = exports();
-        std::lock_guard lock(state.mutex);
-        drop_unreferenced_exports(&state);
+        Exports& export_table = exports();
+        std::lock_guard lock(export_table.mutex);
+        drop_unreferenced_exports(&export_table);
     }
     return has_other_opens(fd);
 }

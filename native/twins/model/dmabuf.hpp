@@ -61,12 +61,12 @@ enum class DmabufOrigin { twin, kernel };
 // -EINVAL if it is not a dma-buf.
 int identify_dmabuf(int fd, DmabufOrigin* origin, std::uint64_t* length_bytes);
 
-// Import a dma-buf that a twin exported. Return 0 or an error: an error of identify_dmabuf, -EINVAL for a dma-buf of
-// the kernel, or -ENODEV if the exporting process is gone.
+// Import a dma-buf that a twin exported. Return 0, an error of identify_dmabuf, -EINVAL for a dma-buf of the kernel, or
+// -ENODEV if the exporting process is gone.
 int import_dmabuf(int fd, ImportedDmabuf* imported);
 
 // Map the extents as one contiguous read-write range of this process. Return nullptr and set errno on failure. The
-// caller unmaps it by munmap(base, imported.length_bytes).
+// caller unmaps the range by munmap(base, imported.length_bytes).
 void* map_imported(const ImportedDmabuf& imported);
 
 // Return whether a dma-buf, a shareable handle or an import of this memory exists in any process. `fd` is the

@@ -43,7 +43,7 @@ bool draw_nonce(Nonce* nonce) {
     return getrandom(nonce->data(), nonce->size(), 0) == static_cast<ssize_t>(nonce->size());
 }
 
-// The digests of client and server differ, so that neither can answer with the other's digest.
+// The role is part of the digest, so that neither side can return the digest that it has just received.
 HmacDigest make_digest(std::string_view role, const Nonce& server_nonce, const Nonce& client_nonce) {
     return hmac_sha256(config().fabric_secret, {role, bytes_of(server_nonce), bytes_of(client_nonce)});
 }
@@ -57,7 +57,7 @@ void set_time_limits(int socket, const timeval& limit) {
     setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
 }
 
-// The kernel of the peer acknowledges data even while its process is stopped, like a NIC does.
+// A stopped peer process does not time out, because its kernel still acknowledges data, as a NIC does.
 void set_peer_timeout(int socket, std::chrono::milliseconds timeout) {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
     if (timeout.count() > 0) {
@@ -103,23 +103,24 @@ int bind_to_free_port(const FabricAddress& address, int type, std::uint16_t* por
 } // namespace
 
 bool is_on_other_machine(const FabricAddress& address) {
-    const auto& own = config().fabric_addresses;
-    return !own.empty() && std::find(own.begin(), own.end(), address) == own.end();
+    const auto& own_addresses = config().fabric_addresses;
+    return !own_addresses.empty() &&
+           std::find(own_addresses.begin(), own_addresses.end(), address) == own_addresses.end();
 }
 
 int listen_on_fabric(const FabricAddress& address, std::uint16_t* port) {
-    const int bound = bind_to_free_port(address, SOCK_STREAM, port);
-    if (bound < 0) {
-        return bound;
+    const int bound_fd = bind_to_free_port(address, SOCK_STREAM, port);
+    if (bound_fd < 0) {
+        return bound_fd;
     }
-    Fd socket(bound);
+    Fd socket(bound_fd);
     return listen(socket.get(), 128) == 0 ? socket.release() : -errno;
 }
 
-int receive_fabric_datagrams(const FabricAddress& address, std::uint16_t* port) {
+int open_fabric_receiver(const FabricAddress& address, std::uint16_t* port) {
     const int socket = bind_to_free_port(address, SOCK_DGRAM, port);
     if (socket >= 0) {
-        // The kernel limits it to net.core.rmem_max.
+        // The kernel limits the size of the buffer to net.core.rmem_max.
         set_option(socket, SOL_SOCKET, SO_RCVBUF, 4 << 20);
     }
     return socket;
@@ -135,11 +136,11 @@ int send_fabric_datagram(int socket, const FabricAddress& address, std::uint16_t
     message.msg_namelen = socket_address.size_bytes;
     message.msg_iov = parts;
     message.msg_iovlen = std::size(parts);
-    ssize_t sent = 0;
+    ssize_t sent_bytes = 0;
     do {
-        sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    } while (sent < 0 && errno == EINTR);
-    return sent < 0 ? errno : 0;
+        sent_bytes = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    } while (sent_bytes < 0 && errno == EINTR);
+    return sent_bytes < 0 ? errno : 0;
 }
 
 int receive_fabric_datagram(int socket, const iovec& header, const iovec& payload, std::size_t* size_bytes) {
@@ -148,20 +149,20 @@ int receive_fabric_datagram(int socket, const iovec& header, const iovec& payloa
     msghdr message{};
     message.msg_iov = parts;
     message.msg_iovlen = std::size(parts);
-    ssize_t received = 0;
+    ssize_t received_bytes = 0;
     do {
-        received = recvmsg(socket, &message, MSG_DONTWAIT);
-    } while (received < 0 && errno == EINTR);
-    if (received < 0) {
+        received_bytes = recvmsg(socket, &message, MSG_DONTWAIT);
+    } while (received_bytes < 0 && errno == EINTR);
+    if (received_bytes < 0) {
         return errno;
     }
     const std::size_t min_bytes = digest.size() + header.iov_len;
-    const auto received_bytes = static_cast<std::size_t>(received);
-    if (received_bytes < min_bytes || (message.msg_flags & MSG_TRUNC) != 0 ||
-        !is_equal_digest(digest, make_datagram_digest(header, payload, received_bytes - min_bytes))) {
+    const auto datagram_bytes = static_cast<std::size_t>(received_bytes);
+    if (datagram_bytes < min_bytes || (message.msg_flags & MSG_TRUNC) != 0 ||
+        !is_equal_digest(digest, make_datagram_digest(header, payload, datagram_bytes - min_bytes))) {
         return EPERM;
     }
-    *size_bytes = received_bytes - digest.size();
+    *size_bytes = datagram_bytes - digest.size();
     return 0;
 }
 

@@ -1,8 +1,8 @@
 // TCP connections between the machines of a fabric (GDRKIT_TWINS_FABRIC). Both sides prove that they have the same
 // secret before any other message. The connection is neither encrypted nor protected against changes on its way.
 //
-// Nothing needs to be looked up: the GID of a NIC is its IP address, and the low 16 bits of a queue pair number are the
-// port on which the queue pair listens. Programs exchange both by themselves.
+// No name service is needed: the GID of a NIC is its IP address, and the low 16 bits of a queue pair number are the
+// port on which the queue pair listens. RDMA programs exchange both anyway.
 #pragma once
 
 #include <sys/uio.h>
@@ -27,15 +27,15 @@ int connect_to_fabric(const FabricAddress& address, std::uint16_t port, std::chr
 
 // Open a socket for datagrams of other machines at a free port of the address. Return the socket or -errno, and store
 // the port.
-int receive_fabric_datagrams(const FabricAddress& address, std::uint16_t* port);
+int open_fabric_receiver(const FabricAddress& address, std::uint16_t* port);
 
 // Send a datagram without waiting. It consists of a proof that the sender has the secret, the header and the payload.
 // Return 0 or an errno; the network may lose the datagram.
 int send_fabric_datagram(int socket, const FabricAddress& address, std::uint16_t port, const iovec& header,
                          const iovec& payload);
 
-// Receive a datagram without waiting. *size is the size of header and payload. Return 0 or an errno: EAGAIN if there is
-// no datagram, EPERM if the sender does not have the secret or the datagram is too short or too long.
+// Receive a datagram without waiting. *size_bytes is the size of header and payload. Return 0 or an errno: EAGAIN if
+// there is no datagram, EPERM if the sender does not have the secret or the datagram is too short or too long.
 int receive_fabric_datagram(int socket, const iovec& header, const iovec& payload, std::size_t* size_bytes);
 
 // Exchange the proofs on an accepted connection. Return false if the client does not have the secret.

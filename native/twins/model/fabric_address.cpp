@@ -30,7 +30,7 @@ FabricAddress map_ipv4(const void* ipv4) {
     return address;
 }
 
-// A network: the addresses that have the first `prefix_bits` bits of `address`.
+// An IP network: all addresses whose first `prefix_bits` bits are equal to the first bits of `address`.
 struct Network {
     FabricAddress address;
     unsigned prefix_bits;
@@ -71,8 +71,8 @@ std::optional<Network> parse_network(std::string_view text) {
     return network;
 }
 
-// The addresses of all network interfaces, without link-local addresses.
-std::vector<FabricAddress> local_addresses() {
+// Return the addresses of all network interfaces except link-local addresses.
+std::vector<FabricAddress> list_local_addresses() {
     std::vector<FabricAddress> addresses;
     ifaddrs* list = nullptr;
     if (getifaddrs(&list) != 0) {
@@ -95,7 +95,8 @@ std::vector<FabricAddress> local_addresses() {
     return addresses;
 }
 
-// Return whether this machine has the address. The loopback interface has more addresses than it lists.
+// Return whether this machine has the address, which is tested by a bind: the loopback interface has all addresses of
+// 127.0.0.0/8, and lists only one of them.
 bool is_local(const FabricAddress& address) {
     SocketAddress socket_address(address, 0);
     const Fd socket(::socket(socket_address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -121,7 +122,7 @@ SocketAddress::SocketAddress(const FabricAddress& address, std::uint16_t port) {
 }
 
 std::uint16_t SocketAddress::port() const {
-    // Both families have the port at the same place.
+    // sockaddr_in and sockaddr_in6 have the port at the same offset.
     return ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
 }
 
@@ -132,7 +133,7 @@ std::optional<std::vector<FabricAddress>> find_fabric_addresses(std::string_view
     }
     text.remove_prefix(scheme.size());
     std::vector<FabricAddress> addresses;
-    const auto add = [&](const FabricAddress& address) {
+    const auto add_address = [&](const FabricAddress& address) {
         if (std::find(addresses.begin(), addresses.end(), address) == addresses.end() &&
             addresses.size() < max_fabric_address_count) {
             addresses.push_back(address);
@@ -146,11 +147,11 @@ std::optional<std::vector<FabricAddress>> find_fabric_addresses(std::string_view
         }
         const std::size_t count_before = addresses.size();
         if (network->prefix_bits == address_bits && is_local(network->address)) {
-            add(network->address);
+            add_address(network->address);
         }
-        for (const FabricAddress& address : local_addresses()) {
+        for (const FabricAddress& address : list_local_addresses()) {
             if (network->contains(address)) {
-                add(address);
+                add_address(address);
             }
         }
         if (addresses.size() == count_before) {

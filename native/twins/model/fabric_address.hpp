@@ -15,7 +15,7 @@ namespace gdrkit::twin {
 // An IPv6 address, or an IPv4 address mapped to IPv6: the bytes of the RoCE GID of a NIC with this address.
 using FabricAddress = std::array<std::uint8_t, 16>;
 
-// A socket address of the right family.
+// A socket address for IPv4 or IPv6, whichever the FabricAddress is.
 struct SocketAddress {
     sockaddr_storage storage{};
     socklen_t size_bytes = 0;

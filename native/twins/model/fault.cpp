@@ -34,7 +34,7 @@ struct Rule {
     std::uint64_t last_call = UINT64_MAX;
     std::optional<int> code; // result of the call; empty: the call is carried out
     std::chrono::microseconds delay{0};
-    std::string nic;       // name of the NIC whose calls the rule is for; empty: the calls of all NICs
+    std::string nic;       // the rule applies only to calls of this NIC; empty: to the calls of all NICs
     std::string hold_file; // path of a file; the call waits while it exists. Empty: the rule holds no call
     std::string stop_file; // path of the trigger file; empty: the rule stops no process
 
@@ -57,8 +57,8 @@ struct DelayedCalls {
 
 } // namespace
 
-// Counts the calls of one point since the library was loaded. `call_count_before_plan` of them were made under earlier
-// plans.
+// The number of calls of one point: `call_count` since the library was loaded, and `call_count_before_plan` until the
+// current plan was set.
 struct FaultCount {
     std::atomic<std::uint64_t> call_count{0};
     std::uint64_t call_count_before_plan = 0;
@@ -105,8 +105,7 @@ constexpr NamedCode route_names[] = {{"p2p", 1}, {"nvfs", 2}, {"posix", 3}};
 // Largest delay_us= of a rule: ten seconds.
 constexpr std::uint32_t max_rule_delay_us = 10'000'000;
 
-// Longest time for which hold= holds a call. So a test that ends without removing its file does not block a process for
-// ever.
+// A hold= rule ends after this time, so that a test that does not remove its file cannot block a process for ever.
 constexpr std::chrono::seconds max_hold{60};
 
 // Prefixes of the fault points of all twins. A rule for a name with none of these prefixes is an error in every twin.
@@ -149,7 +148,7 @@ bool parse_code(std::string_view text, const FaultPoint& point, int* code) {
     return parse_number(text, code) && *code >= point.code_min && *code <= point.code_max;
 }
 
-// Return the longest prefix in all_prefixes with which `name` starts, or an empty text. The longest one decides,
+// Return the longest prefix in all_prefixes with which `name` starts, or an empty text. The longest match counts,
 // because "cuFile" also starts with CUDA's "cu".
 std::string_view get_prefix(std::string_view name) {
     std::string_view longest;
@@ -182,12 +181,12 @@ std::string describe_expected_code(const FaultPoint& point) {
 }
 
 // Parse one rule and add it to the plan. Return an error text or an empty string. Rules of other libraries are skipped.
-std::string parse_rule(const Faults& state, const std::vector<std::string>& words, Plan* plan) {
+std::string parse_rule(const Faults& registry, const std::vector<std::string>& words, Plan* plan) {
     const std::string& name = words[0];
-    const auto point = state.points.find(name);
-    if (point == state.points.end()) {
+    const auto point = registry.points.find(name);
+    if (point == registry.points.end()) {
         const std::string_view prefix = get_prefix(name);
-        const bool is_own_prefix = std::ranges::find(state.prefixes, prefix) != state.prefixes.end();
+        const bool is_own_prefix = std::ranges::find(registry.prefixes, prefix) != registry.prefixes.end();
         return !prefix.empty() && !is_own_prefix ? ""
                                                  : "'" + name + "' is not the name of a fault point of this library";
     }
@@ -240,7 +239,7 @@ std::string parse_rule(const Faults& state, const std::vector<std::string>& word
     return "";
 }
 
-std::string parse_plan(const Faults& state, std::string_view text, Plan* plan) {
+std::string parse_plan(const Faults& registry, std::string_view text, Plan* plan) {
     std::istringstream lines{std::string(text)};
     std::string line;
     bool has_header = false;
@@ -256,7 +255,7 @@ std::string parse_plan(const Faults& state, std::string_view text, Plan* plan) {
                 return location + "expected 'gdrkit-faults 1' first";
             }
             has_header = true;
-        } else if (std::string error = parse_rule(state, words, plan); !error.empty()) {
+        } else if (std::string error = parse_rule(registry, words, plan); !error.empty()) {
             return location + error;
         }
     }
@@ -264,25 +263,25 @@ std::string parse_plan(const Faults& state, std::string_view text, Plan* plan) {
 }
 
 // Replace the plan and restart the call counts. Return an error text, and keep the old plan, if the text is malformed.
-std::string set_plan(Faults* state, std::string_view text) {
+std::string set_plan(Faults* registry, std::string_view text) {
     Plan plan;
-    std::string error = parse_plan(*state, text, &plan);
+    std::string error = parse_plan(*registry, text, &plan);
     if (error.empty()) {
-        state->plan = std::move(plan);
-        state->delayed_calls.clear();
-        for (auto& [name, count] : state->counts) {
+        registry->plan = std::move(plan);
+        registry->delayed_calls.clear();
+        for (auto& [name, count] : registry->counts) {
             count.call_count_before_plan = count.call_count;
-            count.has_rule = state->plan.rules.contains(name);
+            count.has_rule = registry->plan.rules.contains(name);
         }
     }
     return error;
 }
 
-FaultCount& find_or_add_count(Faults* state, std::string_view point) {
-    auto entry = state->counts.find(point);
-    if (entry == state->counts.end()) {
-        entry = state->counts.try_emplace(std::string(point)).first;
-        entry->second.has_rule = state->plan.rules.contains(entry->first);
+FaultCount& find_or_add_count(Faults* registry, std::string_view point) {
+    auto entry = registry->counts.find(point);
+    if (entry == registry->counts.end()) {
+        entry = registry->counts.try_emplace(std::string(point)).first;
+        entry->second.has_rule = registry->plan.rules.contains(entry->first);
     }
     return entry->second;
 }
@@ -307,7 +306,7 @@ void wait_while_file_exists(const std::string& file) {
 
 // Apply the rule and return the result that it injects. The lock is released while the process is stopped or the call
 // is delayed.
-std::optional<int> apply_rule(Faults* state, std::unique_lock<std::mutex>* lock, std::string_view point,
+std::optional<int> apply_rule(Faults* registry, std::unique_lock<std::mutex>* lock, std::string_view point,
                               const Rule& rule) {
     // The rule is copied, because the plan may be replaced while the lock is released.
     const Rule rule_copy = rule;
@@ -320,7 +319,7 @@ std::optional<int> apply_rule(Faults* state, std::unique_lock<std::mutex>* lock,
     if (!rule_copy.is_delayed()) {
         return rule_copy.code;
     }
-    DelayedCalls& delayed_calls = state->delayed_calls[name];
+    DelayedCalls& delayed_calls = registry->delayed_calls[name];
     delayed_calls.max_count = std::max(delayed_calls.max_count, ++delayed_calls.current_count);
     lock->unlock();
     std::this_thread::sleep_for(rule_copy.delay);
@@ -328,8 +327,8 @@ std::optional<int> apply_rule(Faults* state, std::unique_lock<std::mutex>* lock,
         wait_while_file_exists(rule_copy.hold_file);
     }
     lock->lock();
-    if (const auto entry = state->delayed_calls.find(name);
-        entry != state->delayed_calls.end() && entry->second.current_count > 0) {
+    if (const auto entry = registry->delayed_calls.find(name);
+        entry != registry->delayed_calls.end() && entry->second.current_count > 0) {
         --entry->second.current_count;
     }
     return rule_copy.code;
@@ -338,23 +337,24 @@ std::optional<int> apply_rule(Faults* state, std::unique_lock<std::mutex>* lock,
 } // namespace
 
 std::string load_faults(std::span<const FaultPoint> points, std::span<const std::string_view> prefixes) {
-    Faults& state = faults();
-    std::lock_guard lock(state.mutex);
+    Faults& registry = faults();
+    std::lock_guard lock(registry.mutex);
     for (const FaultPoint& point : points) {
-        state.points.emplace(point.name, point);
+        registry.points.emplace(point.name, point);
     }
-    state.prefixes.assign(prefixes.begin(), prefixes.end());
+    registry.prefixes.assign(prefixes.begin(), prefixes.end());
     const std::string& path = config().fault_plan_path;
     if (path.empty()) {
         return "";
     }
-    // get() sets an error bit if the path is a directory. A read from the stream's buffer would throw an exception.
+    // The text is read by get(), which sets an error bit if the path is a directory. A read from the stream buffer
+    // would throw an exception instead.
     std::ifstream file(path, std::ios::binary);
     std::string text;
     for (char character = 0; file.get(character);) {
         text += character;
     }
-    std::string error = file.is_open() && !file.bad() ? set_plan(&state, text)
+    std::string error = file.is_open() && !file.bad() ? set_plan(&registry, text)
                                                       : "the file cannot be read; check that it exists and is readable";
     if (!error.empty()) {
         error = "fault plan " + path + ": " + error;
@@ -364,20 +364,20 @@ std::string load_faults(std::span<const FaultPoint> points, std::span<const std:
 }
 
 std::string replace_faults(std::string_view plan) {
-    Faults& state = faults();
-    std::lock_guard lock(state.mutex);
-    return set_plan(&state, plan);
+    Faults& registry = faults();
+    std::lock_guard lock(registry.mutex);
+    return set_plan(&registry, plan);
 }
 
 std::optional<int> find_injected_fault(std::string_view point, std::span<const std::string_view> nics) {
-    Faults& state = faults();
-    std::unique_lock lock(state.mutex);
-    FaultCount& count = find_or_add_count(&state, point);
+    Faults& registry = faults();
+    std::unique_lock lock(registry.mutex);
+    FaultCount& count = find_or_add_count(&registry, point);
     const std::uint64_t call = ++count.call_count - count.call_count_before_plan; // counted from 1
-    if (const auto rules = state.plan.rules.find(point); rules != state.plan.rules.end()) {
+    if (const auto rules = registry.plan.rules.find(point); rules != registry.plan.rules.end()) {
         for (const Rule& rule : rules->second) {
             if (rule.applies_to(call, nics)) {
-                return apply_rule(&state, &lock, point, rule);
+                return apply_rule(&registry, &lock, point, rule);
             }
         }
     }
@@ -385,9 +385,9 @@ std::optional<int> find_injected_fault(std::string_view point, std::span<const s
 }
 
 FaultSite::FaultSite(std::string_view point) : point_(point) {
-    Faults& state = faults();
-    std::lock_guard lock(state.mutex);
-    count_ = &find_or_add_count(&state, point);
+    Faults& registry = faults();
+    std::lock_guard lock(registry.mutex);
+    count_ = &find_or_add_count(&registry, point);
 }
 
 std::optional<int> FaultSite::find_injected_fault(std::span<const std::string_view> nics) {
@@ -403,20 +403,20 @@ bool FaultSite::has_rule() const {
 }
 
 std::string format_delayed_calls_json() {
-    Faults& state = faults();
-    std::lock_guard lock(state.mutex);
+    Faults& registry = faults();
+    std::lock_guard lock(registry.mutex);
     std::string json = "{";
-    for (const auto& [name, delayed_calls] : state.delayed_calls) {
+    for (const auto& [name, delayed_calls] : registry.delayed_calls) {
         json += (json.size() > 1 ? ",\"" : "\"") + name + "\":" + std::to_string(delayed_calls.max_count);
     }
     return json + "}";
 }
 
 std::string format_calls_json() {
-    Faults& state = faults();
-    std::lock_guard lock(state.mutex);
+    Faults& registry = faults();
+    std::lock_guard lock(registry.mutex);
     std::string json = "{";
-    for (const auto& [name, count] : state.counts) {
+    for (const auto& [name, count] : registry.counts) {
         if (const std::uint64_t call_count = count.call_count; call_count > 0) {
             json += (json.size() > 1 ? ",\"" : "\"") + name + "\":" + std::to_string(call_count);
         }

@@ -43,7 +43,7 @@ struct FaultCount;
 class FaultSite {
 public:
     explicit FaultSite(std::string_view point);
-    // Like the function find_injected_fault for this point.
+    // Do the same as the function find_injected_fault, for this point.
     std::optional<int> find_injected_fault(std::span<const std::string_view> nics = {});
     // Return whether the current plan has a rule for this point.
     [[nodiscard]] bool has_rule() const;
@@ -56,7 +56,7 @@ private:
 // Return the number of calls of each point in this process as JSON, for example {"ibv_reg_mr": 3}.
 std::string format_calls_json();
 
-// Return, as JSON, for each delayed point the largest number of its calls that were delayed at the same time.
+// Return as JSON, for each point with delayed calls, the largest number of calls that were delayed at the same time.
 std::string format_delayed_calls_json();
 
 } // namespace gdrkit::twin

@@ -1,5 +1,5 @@
-// A queue in a ring of slots whose memory is kept and reused. std::deque would allocate and free a block for every few
-// elements, which is too slow for the request path of the verbs twin.
+// A queue in a ring buffer that reuses its memory. std::deque would allocate and free a block for every few elements,
+// which is too slow for the request path of the verbs twin.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ public:
         ++count_;
         return front() = std::move(item);
     }
-    // The removed element is not destroyed until its slot is reused: move it out first.
+    // A removed element is destroyed only when its slot is reused, so the caller moves it out before the removal.
     void pop_front() {
         first_ = (first_ + 1) & mask();
         --count_;

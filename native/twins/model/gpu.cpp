@@ -12,7 +12,7 @@
 namespace gdrkit::twin {
 namespace {
 
-// Parse one hexadecimal field of a PCI address up to the separator (0: up to the end) and remove it from the text.
+// Parse the hexadecimal number before the separator (0: the whole text), and remove the number and the separator.
 bool parse_hex_field(std::string_view* text, char separator, int* value) {
     const auto end = separator == 0 ? text->size() : text->find(separator);
     if (end == std::string_view::npos) {

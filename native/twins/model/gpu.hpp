@@ -20,15 +20,15 @@ inline constexpr unsigned max_gpu_count = 16;
 
 using GpuUuid = std::array<char, 16>;
 
-// Return the UUID of a GPU by its number in the machine. It is the same in every process of a domain
+// Return the UUID of a GPU by its number in the machine. The UUID is the same in every process of a domain
 // (GDRKIT_TWINS_DOMAIN).
 GpuUuid make_gpu_uuid(int number);
 
 inline constexpr int no_pci_bus = -1;
 
-// Return the PCI bus in an address with the form domain:bus:device.function, domain:bus:device or bus:device.function;
-// nothing if the text has another form. If the domain, device or function is not 0, no GPU has the address, and the
-// result is no_pci_bus.
+// Return the PCI bus of an address in the form domain:bus:device.function, domain:bus:device or bus:device.function.
+// Return nullopt if the text has another form, and no_pci_bus if domain, device or function is not 0, because no GPU
+// has such an address.
 std::optional<int> parse_pci_bus(std::string_view text);
 
 } // namespace gdrkit::twin

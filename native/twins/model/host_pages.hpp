@@ -6,8 +6,8 @@
 
 namespace gdrkit::twin {
 
-// Return 0, or EFAULT if a page of [begin, end) is not mapped, not readable or, with `writable`, not writable. Pages
-// that were never touched are populated, as pinning does.
-int check_mapped(std::uint64_t begin, std::uint64_t end, bool writable);
+// Return 0, or EFAULT if a page of [begin, end) is not mapped, not readable or, with `must_be_writable`, not writable.
+// Pages that were never touched are populated, as pinning does.
+int check_mapped(std::uint64_t begin, std::uint64_t end, bool must_be_writable);
 
 } // namespace gdrkit::twin

@@ -24,7 +24,7 @@ struct Stack {
     std::array<void*, 24> frames{};
     int count = 0;
 
-    static Stack here() {
+    static Stack capture() {
         Stack stack;
         stack.count = backtrace(stack.frames.data(), static_cast<int>(stack.frames.size()));
         return stack;
@@ -35,7 +35,8 @@ using Key = std::pair<std::string_view, std::uint64_t>;
 
 struct ReleasedHandle {
     Stack creation_stack, release_stack;
-    // Distinguishes this release from a later release of the same handle value, because a twin may reuse values.
+    // The number distinguishes this release from a later release of the same handle value, because a twin may reuse
+    // values.
     std::uint64_t sequence_number = 0;
 };
 
@@ -62,54 +63,54 @@ void print_stack(const char* title, const Stack& stack) {
 
 void ledger_add(std::string_view kind, std::uint64_t handle) {
     record_object(kind);
-    Ledger& state = ledger();
-    std::lock_guard lock(state.mutex);
+    Ledger& handles = ledger();
+    std::lock_guard lock(handles.mutex);
     // An allocator may reuse the address of a released object. Releasing the new object is not a double release.
-    state.released.erase(Key{kind, handle});
-    state.live.emplace(Key{kind, handle}, Stack::here());
+    handles.released.erase(Key{kind, handle});
+    handles.live.emplace(Key{kind, handle}, Stack::capture());
 }
 
 bool ledger_remove(std::string_view kind, std::uint64_t handle) {
-    Ledger& state = ledger();
-    std::lock_guard lock(state.mutex);
+    Ledger& handles = ledger();
+    std::lock_guard lock(handles.mutex);
     const Key key{kind, handle};
-    if (auto position = state.live.find(key); position != state.live.end()) {
-        const std::uint64_t sequence_number = ++state.release_count;
-        state.released.insert_or_assign(key, ReleasedHandle{position->second, Stack::here(), sequence_number});
-        state.live.erase(position);
-        state.release_order.emplace_back(key, sequence_number);
-        if (state.release_order.size() > max_remembered_releases) {
-            const auto& [oldest_key, oldest_sequence_number] = state.release_order.front();
-            if (const auto oldest = state.released.find(oldest_key);
-                oldest != state.released.end() && oldest->second.sequence_number == oldest_sequence_number) {
-                state.released.erase(oldest);
+    if (auto position = handles.live.find(key); position != handles.live.end()) {
+        const std::uint64_t sequence_number = ++handles.release_count;
+        handles.released.insert_or_assign(key, ReleasedHandle{position->second, Stack::capture(), sequence_number});
+        handles.live.erase(position);
+        handles.release_order.emplace_back(key, sequence_number);
+        if (handles.release_order.size() > max_remembered_releases) {
+            const auto& [oldest_key, oldest_sequence_number] = handles.release_order.front();
+            if (const auto oldest = handles.released.find(oldest_key);
+                oldest != handles.released.end() && oldest->second.sequence_number == oldest_sequence_number) {
+                handles.released.erase(oldest);
             }
-            state.release_order.pop_front();
+            handles.release_order.pop_front();
         }
         return true;
     }
-    if (auto position = state.released.find(key); position != state.released.end()) {
+    if (auto position = handles.released.find(key); position != handles.released.end()) {
         std::fprintf(stderr, "gdrkit twin: double release of %.*s 0x%llx\n", static_cast<int>(kind.size()), kind.data(),
                      static_cast<unsigned long long>(handle));
         print_stack("it was created at", position->second.creation_stack);
         print_stack("released first at", position->second.release_stack);
-        print_stack("released again at", Stack::here());
+        print_stack("released again at", Stack::capture());
         std::abort();
     }
     return false;
 }
 
 bool ledger_holds(std::string_view kind, std::uint64_t handle) {
-    Ledger& state = ledger();
-    std::lock_guard lock(state.mutex);
-    return state.live.contains(Key{kind, handle});
+    Ledger& handles = ledger();
+    std::lock_guard lock(handles.mutex);
+    return handles.live.contains(Key{kind, handle});
 }
 
 std::string ledger_json() {
-    Ledger& state = ledger();
-    std::lock_guard lock(state.mutex);
+    Ledger& handles = ledger();
+    std::lock_guard lock(handles.mutex);
     std::map<std::string_view, std::size_t> counts;
-    for (const auto& [key, stack] : state.live) {
+    for (const auto& [key, stack] : handles.live) {
         ++counts[key.first];
     }
     std::string json = "{";
@@ -120,10 +121,10 @@ std::string ledger_json() {
 }
 
 std::string ledger_text() {
-    Ledger& state = ledger();
-    std::lock_guard lock(state.mutex);
+    Ledger& handles = ledger();
+    std::lock_guard lock(handles.mutex);
     std::string text;
-    for (const auto& [key, stack] : state.live) {
+    for (const auto& [key, stack] : handles.live) {
         char line[64];
         std::snprintf(line, sizeof line, " 0x%llx created at\n", static_cast<unsigned long long>(key.second));
         text += std::string(key.first) + line;

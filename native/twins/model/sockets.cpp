@@ -38,7 +38,7 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 16);
 
-// Fill the address with the abstract name and set *size to its length. Return false if it does not fit.
+// Fill the address with the abstract name and set *size_bytes to its length. Return false if the name is too long.
 bool make_address(std::string_view name, sockaddr_un* address, socklen_t* size_bytes) {
     const std::string abstract_name =
         "gdrkit-twins/" + std::to_string(getuid()) + "/" + config().domain + "/" + std::string(name);
@@ -71,10 +71,10 @@ std::string make_service_socket_name(std::uint64_t service_id) {
 }
 
 Handler find_handler(std::uint32_t type) {
-    Service& state = service();
-    std::lock_guard lock(state.mutex);
-    const auto entry = state.handlers.find(type);
-    return entry == state.handlers.end() ? Handler() : entry->second;
+    Service& control_service = service();
+    std::lock_guard lock(control_service.mutex);
+    const auto entry = control_service.handlers.find(type);
+    return entry == control_service.handlers.end() ? Handler() : entry->second;
 }
 
 // Open a socket of this type and bind it to the name. Return the socket or -errno.
@@ -100,7 +100,7 @@ bool send_and_close_fds(int socket, std::vector<Fd> fds) {
 }
 
 void handle_connection(int socket) {
-    // A client that connects and sends nothing must not delay the others.
+    // A client that connects and sends nothing must not delay other clients for long.
     const timeval request_timeout{2, 0};
     setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &request_timeout, sizeof request_timeout);
     setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &request_timeout, sizeof request_timeout);
@@ -141,22 +141,22 @@ void run_control_service(int listener) {
     }
 }
 
-// The caller holds the lock.
-void start_control_service(Service* state) {
-    if (state->is_started) {
+// Start the control service unless it is already running. The caller holds the service's mutex.
+void start_control_service(Service* control_service) {
+    if (control_service->is_started) {
         return;
     }
     int listener = -EADDRINUSE;
     while (listener == -EADDRINUSE) {
-        state->id = random_u64();
-        listener = listen_on(make_service_socket_name(state->id));
+        control_service->id = random_u64();
+        listener = listen_on(make_service_socket_name(control_service->id));
     }
     if (listener < 0) {
         std::fprintf(stderr, "gdrkit twin: cannot listen on the control socket: %s\n", std::strerror(-listener));
         return;
     }
     start_signal_blocking_thread([listener] { run_control_service(listener); }).detach();
-    state->is_started = true;
+    control_service->is_started = true;
 }
 
 } // namespace
@@ -179,11 +179,11 @@ void Fd::reset() {
 }
 
 int listen_on(std::string_view name) {
-    const int bound = bind_socket(name, SOCK_STREAM);
-    if (bound < 0) {
-        return bound;
+    const int bound_fd = bind_socket(name, SOCK_STREAM);
+    if (bound_fd < 0) {
+        return bound_fd;
     }
-    Fd socket(bound);
+    Fd socket(bound_fd);
     return listen(socket.get(), 128) == 0 ? socket.release() : -errno;
 }
 
@@ -191,12 +191,12 @@ int reserve_name(std::string_view name) {
     return bind_socket(name, SOCK_STREAM);
 }
 
-int receive_datagrams_at(std::string_view name) {
-    const int bound = bind_socket(name, SOCK_DGRAM);
-    if (bound < 0) {
-        return bound;
+int open_datagram_receiver(std::string_view name) {
+    const int bound_fd = bind_socket(name, SOCK_DGRAM);
+    if (bound_fd < 0) {
+        return bound_fd;
     }
-    Fd socket(bound);
+    Fd socket(bound_fd);
     const int enabled = 1;
     return setsockopt(socket.get(), SOL_SOCKET, SO_PASSCRED, &enabled, sizeof enabled) == 0 ? socket.release() : -errno;
 }
@@ -215,11 +215,11 @@ int send_datagram(int socket, std::string_view name, std::span<const iovec> part
     message.msg_name = &address;
     message.msg_iov = const_cast<iovec*>(parts.data());
     message.msg_iovlen = parts.size();
-    ssize_t sent = 0;
+    ssize_t sent_bytes = 0;
     do {
-        sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    } while (sent < 0 && errno == EINTR);
-    return sent < 0 ? errno : 0;
+        sent_bytes = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    } while (sent_bytes < 0 && errno == EINTR);
+    return sent_bytes < 0 ? errno : 0;
 }
 
 int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size_bytes) {
@@ -229,15 +229,15 @@ int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size
     message.msg_iovlen = parts.size();
     message.msg_control = control_buffer;
     message.msg_controllen = sizeof control_buffer;
-    ssize_t received = 0;
+    ssize_t received_bytes = 0;
     do {
         // The buffer has no room for descriptors, so the kernel closes the descriptors that a hostile sender attaches.
-        received = recvmsg(socket, &message, MSG_DONTWAIT | MSG_TRUNC | MSG_CMSG_CLOEXEC);
-    } while (received < 0 && errno == EINTR);
-    if (received < 0) {
+        received_bytes = recvmsg(socket, &message, MSG_DONTWAIT | MSG_TRUNC | MSG_CMSG_CLOEXEC);
+    } while (received_bytes < 0 && errno == EINTR);
+    if (received_bytes < 0) {
         return errno;
     }
-    *size_bytes = static_cast<std::size_t>(received);
+    *size_bytes = static_cast<std::size_t>(received_bytes);
     const cmsghdr* const control = CMSG_FIRSTHDR(&message);
     ucred sender{};
     if (control == nullptr || control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_CREDENTIALS ||
@@ -302,15 +302,15 @@ int accept_from(int listener) {
 bool send_all(int socket, const void* data, std::size_t size_bytes) {
     const char* position = static_cast<const char*>(data);
     while (size_bytes > 0) {
-        const ssize_t sent = send(socket, position, size_bytes, MSG_NOSIGNAL);
-        if (sent < 0 && errno == EINTR) {
+        const ssize_t sent_bytes = send(socket, position, size_bytes, MSG_NOSIGNAL);
+        if (sent_bytes < 0 && errno == EINTR) {
             continue;
         }
-        if (sent <= 0) {
+        if (sent_bytes <= 0) {
             return false;
         }
-        position += sent;
-        size_bytes -= static_cast<std::size_t>(sent);
+        position += sent_bytes;
+        size_bytes -= static_cast<std::size_t>(sent_bytes);
     }
     return true;
 }
@@ -318,16 +318,16 @@ bool send_all(int socket, const void* data, std::size_t size_bytes) {
 bool recv_all(int socket, void* data, std::size_t size_bytes) {
     char* position = static_cast<char*>(data);
     while (size_bytes > 0) {
-        const ssize_t received = recv(socket, position, size_bytes, 0);
-        if (received < 0 && errno == EINTR) {
+        const ssize_t received_bytes = recv(socket, position, size_bytes, 0);
+        if (received_bytes < 0 && errno == EINTR) {
             continue;
         }
-        if (received <= 0) {
-            errno = received == 0 ? EPIPE : errno;
+        if (received_bytes <= 0) {
+            errno = received_bytes == 0 ? EPIPE : errno;
             return false;
         }
-        position += received;
-        size_bytes -= static_cast<std::size_t>(received);
+        position += received_bytes;
+        size_bytes -= static_cast<std::size_t>(received_bytes);
     }
     return true;
 }
@@ -350,11 +350,11 @@ bool send_fds(int socket, std::span<const int> fds) {
     control->cmsg_type = SCM_RIGHTS;
     control->cmsg_len = CMSG_LEN(fds.size_bytes());
     std::memcpy(CMSG_DATA(control), fds.data(), fds.size_bytes());
-    ssize_t sent = 0;
+    ssize_t sent_bytes = 0;
     do {
-        sent = sendmsg(socket, &message, MSG_NOSIGNAL);
-    } while (sent < 0 && errno == EINTR);
-    return sent == 1;
+        sent_bytes = sendmsg(socket, &message, MSG_NOSIGNAL);
+    } while (sent_bytes < 0 && errno == EINTR);
+    return sent_bytes == 1;
 }
 
 bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
@@ -366,16 +366,16 @@ bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
     message.msg_iovlen = 1;
     message.msg_control = control_buffer;
     message.msg_controllen = sizeof control_buffer;
-    ssize_t byte_count = 0;
+    ssize_t received_bytes = 0;
     do {
-        byte_count = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-    } while (byte_count < 0 && errno == EINTR);
-    if (byte_count <= 0) {
-        errno = byte_count == 0 ? EPIPE : errno;
+        received_bytes = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+    } while (received_bytes < 0 && errno == EINTR);
+    if (received_bytes <= 0) {
+        errno = received_bytes == 0 ? EPIPE : errno;
         return false;
     }
     // Take ownership of every received descriptor before the checks, so that a wrong message leaves none open.
-    std::vector<Fd> received;
+    std::vector<Fd> received_fds;
     for (cmsghdr* control = CMSG_FIRSTHDR(&message); control != nullptr; control = CMSG_NXTHDR(&message, control)) {
         if (control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS) {
             continue;
@@ -384,29 +384,29 @@ bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
         for (std::size_t index = 0; index < descriptor_count; ++index) {
             int fd = -1;
             std::memcpy(&fd, CMSG_DATA(control) + index * sizeof(int), sizeof fd);
-            received.emplace_back(fd);
+            received_fds.emplace_back(fd);
         }
     }
-    if (received.size() != count || (message.msg_flags & MSG_CTRUNC) != 0) {
+    if (received_fds.size() != count || (message.msg_flags & MSG_CTRUNC) != 0) {
         errno = EPROTO;
         return false;
     }
-    *fds = std::move(received);
+    *fds = std::move(received_fds);
     return true;
 }
 
 void register_handler(std::uint32_t type, Handler handler) {
-    Service& state = service();
-    std::lock_guard lock(state.mutex);
-    state.handlers[type] = std::move(handler);
-    start_control_service(&state);
+    Service& control_service = service();
+    std::lock_guard lock(control_service.mutex);
+    control_service.handlers[type] = std::move(handler);
+    start_control_service(&control_service);
 }
 
 std::uint64_t read_control_service_id() {
-    Service& state = service();
-    std::lock_guard lock(state.mutex);
-    start_control_service(&state);
-    return state.id;
+    Service& control_service = service();
+    std::lock_guard lock(control_service.mutex);
+    start_control_service(&control_service);
+    return control_service.id;
 }
 
 bool send_control_request(std::uint64_t service_id, std::uint32_t type, std::span<const std::byte> request,
@@ -432,8 +432,8 @@ bool send_control_request(std::uint64_t service_id, std::uint32_t type, std::spa
     }
     // Wait until the service has closed its end of the connection. Then the service has no copy of the descriptors
     // left, even if client and service are the same process.
-    char unexpected = 0;
-    return recv(socket.get(), &unexpected, 1, 0) == 0;
+    char unexpected_byte = 0;
+    return recv(socket.get(), &unexpected_byte, 1, 0) == 0;
 }
 
 } // namespace gdrkit::twin

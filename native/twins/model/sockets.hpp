@@ -52,7 +52,7 @@ int reserve_name(std::string_view name);
 
 // Open a socket that receives datagrams at this name, with the credentials of the sender. Return the socket or -errno,
 // as listen_on does. Datagram sockets and listening sockets have separate namespaces.
-int receive_datagrams_at(std::string_view name);
+int open_datagram_receiver(std::string_view name);
 
 // Open a socket that sends datagrams. Return the socket or -errno.
 int open_datagram_sender();
@@ -61,8 +61,9 @@ int open_datagram_sender();
 // queue of the receiver is full, ECONNREFUSED if no process receives at the name.
 int send_datagram(int socket, std::string_view name, std::span<const iovec> parts);
 
-// Receive one datagram without waiting. *size is its size, even if the datagram is larger than the parts. Return 0 or
-// an errno: EAGAIN if there is no datagram, EPERM if a process of another user sent the datagram, which is discarded.
+// Receive one datagram without waiting. *size_bytes is its size, even if the datagram is larger than the parts. Return
+// 0 or an errno: EAGAIN if there is no datagram, EPERM if a process of another user sent the datagram, which is
+// discarded.
 int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size_bytes);
 
 // Accept one connection. Return the socket or -errno.
@@ -81,7 +82,7 @@ bool recv_all(int socket, void* data, std::size_t size_bytes);
 
 // Send or receive one message that carries up to 64 file descriptors. Received descriptors are close-on-exec.
 bool send_fds(int socket, std::span<const int> fds);
-// Fails with errno EPROTO if the message does not carry exactly `count` descriptors.
+// Return false with errno EPROTO if the message does not carry exactly `count` descriptors.
 bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds);
 
 // Register the handler for one type of request to this process's control service. The service is one thread, started at

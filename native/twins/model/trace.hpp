@@ -1,5 +1,5 @@
-// A log of the calls that a client made, with arguments and results, in order. Tests compare it with the calls expected
-// by the real library.
+// A log of the calls that a client made, with arguments and results, in order. Tests compare the log with the calls
+// that the real library expects.
 #pragma once
 
 #include <string>

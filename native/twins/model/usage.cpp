@@ -1,4 +1,5 @@
-// Maps the file of the run and fills the slot of this process. gdrkit/twin_run/usage.py reads the file.
+// Records the use of a twin for `gdrkit run`: maps the file of the run and fills the slot of this process.
+// gdrkit/twin_run/usage.py reads the file.
 
 #include "model/usage.hpp"
 
@@ -102,20 +103,20 @@ Slot* claim_slot() {
 
 // Return the slot of this process, or nullptr if nothing is recorded. If two threads of a forked child claim slots at
 // the same time, one of the slots stays without counts.
-Slot* slot() {
-    Slot* known_slot = own_slot.load(std::memory_order_acquire);
-    if (known_slot != nullptr || used_api.load(std::memory_order_relaxed) == UsedApi::none) {
-        return known_slot;
+Slot* get_or_claim_slot() {
+    Slot* current_slot = own_slot.load(std::memory_order_acquire);
+    if (current_slot != nullptr || used_api.load(std::memory_order_relaxed) == UsedApi::none) {
+        return current_slot;
     }
     static const bool has_file = std::getenv("GDRKIT_TWINS_RUN") != nullptr;
     Slot* const new_slot = has_file ? claim_slot() : nullptr;
-    if (new_slot != nullptr && own_slot.compare_exchange_strong(known_slot, new_slot)) {
+    if (new_slot != nullptr && own_slot.compare_exchange_strong(current_slot, new_slot)) {
         return new_slot;
     }
-    return known_slot;
+    return current_slot;
 }
 
-bool is_use_shown(std::string_view kind) {
+bool shows_use(std::string_view kind) {
     switch (used_api.load(std::memory_order_relaxed)) {
     case UsedApi::cuda:
         return kind != "cuda_context" && kind != "cuda_primary_context";
@@ -133,8 +134,8 @@ bool is_use_shown(std::string_view kind) {
 }
 
 void count_object() {
-    if (Slot* const known_slot = slot()) {
-        known_slot->object_count.fetch_add(1, std::memory_order_relaxed);
+    if (Slot* const current_slot = get_or_claim_slot()) {
+        current_slot->object_count.fetch_add(1, std::memory_order_relaxed);
     }
 }
 
@@ -142,11 +143,11 @@ void count_object() {
 
 void record_use(UsedApi api) {
     used_api = api;
-    slot();
+    get_or_claim_slot();
 }
 
 void record_object(std::string_view kind) {
-    if (is_use_shown(kind)) {
+    if (shows_use(kind)) {
         count_object();
     }
 }
@@ -156,21 +157,21 @@ void record_ready_queue_pair() {
 }
 
 void record_queue_pairs(std::int64_t change) {
-    if (Slot* const known_slot = slot()) {
-        known_slot->queue_pair_count.fetch_add(change, std::memory_order_relaxed);
+    if (Slot* const current_slot = get_or_claim_slot()) {
+        current_slot->queue_pair_count.fetch_add(change, std::memory_order_relaxed);
     }
 }
 
 void record_regions(std::int64_t change, std::int64_t changed_bytes) {
-    if (Slot* const known_slot = slot()) {
-        known_slot->region_count.fetch_add(change, std::memory_order_relaxed);
-        known_slot->region_bytes.fetch_add(changed_bytes, std::memory_order_relaxed);
+    if (Slot* const current_slot = get_or_claim_slot()) {
+        current_slot->region_count.fetch_add(change, std::memory_order_relaxed);
+        current_slot->region_bytes.fetch_add(changed_bytes, std::memory_order_relaxed);
     }
 }
 
 void record_bytes(std::uint64_t length_bytes) {
-    if (Slot* const known_slot = slot()) {
-        known_slot->moved_bytes.fetch_add(length_bytes, std::memory_order_relaxed);
+    if (Slot* const current_slot = get_or_claim_slot()) {
+        current_slot->moved_bytes.fetch_add(length_bytes, std::memory_order_relaxed);
     }
 }
 

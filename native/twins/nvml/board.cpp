@@ -15,19 +15,19 @@ constexpr int brand_nvidia = 14; // NVML_BRAND_NVIDIA
 constexpr unsigned affinity_scope_end = 2, word_bits = 64;
 
 // The GPUs of the twin are near to every processor that this thread may use.
-int store_cpus(const Gpu* gpu, unsigned word_count, unsigned long* words) {
+int store_near_processors(const Gpu* gpu, unsigned word_count, unsigned long* words) {
     return run_gpu_entry(gpu, words, [&](int) {
-        cpu_set_t allowed{};
+        cpu_set_t allowed_cpus{};
         if (word_count == 0) {
             return invalid_argument;
         }
-        if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) {
+        if (sched_getaffinity(0, sizeof allowed_cpus, &allowed_cpus) != 0) {
             return unknown;
         }
         std::fill_n(words, word_count, 0UL);
         const auto cpu_count = std::min<std::size_t>(CPU_SETSIZE, std::size_t{word_count} * word_bits);
         for (std::size_t cpu = 0; cpu < cpu_count; ++cpu) {
-            if (CPU_ISSET(cpu, &allowed)) {
+            if (CPU_ISSET(cpu, &allowed_cpus)) {
                 words[cpu / word_bits] |= 1UL << (cpu % word_bits);
             }
         }
@@ -48,11 +48,11 @@ int accept_only_off(const Gpu* gpu, int state) {
 } // namespace
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetBrand(const Gpu* gpu, int* brand) {
-    return constant_of(gpu, brand, brand_nvidia);
+    return store_constant(gpu, brand, brand_nvidia);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPersistenceMode(const Gpu* gpu, int* state) {
-    return constant_of(gpu, state, 0);
+    return store_constant(gpu, state, 0);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceSetPersistenceMode(const Gpu* gpu, int state) {
@@ -60,11 +60,11 @@ GDRKIT_NVML_ENTRY int nvmlDeviceSetPersistenceMode(const Gpu* gpu, int state) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetDisplayMode(const Gpu* gpu, int* state) {
-    return constant_of(gpu, state, 0);
+    return store_constant(gpu, state, 0);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetDisplayActive(const Gpu* gpu, int* state) {
-    return constant_of(gpu, state, 0);
+    return store_constant(gpu, state, 0);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetModuleId(const Gpu* gpu, unsigned* module_id) {
@@ -86,15 +86,16 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPdi(const Gpu* gpu, Pdi* pdi) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetCpuAffinity(const Gpu* gpu, unsigned word_count, unsigned long* words) {
-    return store_cpus(gpu, word_count, words);
+    return store_near_processors(gpu, word_count, words);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetCpuAffinityWithinScope(const Gpu* gpu, unsigned word_count, unsigned long* words,
                                                           unsigned scope) {
-    return scope < affinity_scope_end || !is_initialized() ? store_cpus(gpu, word_count, words) : invalid_argument;
+    return scope < affinity_scope_end || !is_initialized() ? store_near_processors(gpu, word_count, words)
+                                                           : invalid_argument;
 }
 
-// Node 0 exists on every machine.
+// NUMA node 0, which exists on every machine, is reported as the near node.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMemoryAffinity(const Gpu* gpu, unsigned word_count, unsigned long* words,
                                                   unsigned scope) {
     return run_gpu_entry(gpu, words, [&](int) {

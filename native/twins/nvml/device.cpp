@@ -1,5 +1,5 @@
-// The GPUs of the machine, as the CUDA twin has them: handles, identity and memory. CUDA_VISIBLE_DEVICES has no effect
-// here, as in the real library.
+// The GPUs of the machine, which are also the GPUs of the CUDA twin: handles, identity and memory. CUDA_VISIBLE_DEVICES
+// has no effect here, as in the real library.
 
 #include <dlfcn.h>
 #include <sched.h>
@@ -84,12 +84,12 @@ int store_count(unsigned* count) {
     });
 }
 
-int find_by_index(unsigned index, Gpu** gpu) {
+int find_gpu_by_index(unsigned index, Gpu** gpu) {
     const int result = find_gpu(gpu, [&](int number) { return static_cast<unsigned>(number) == index; });
     return result == not_found ? invalid_argument : result;
 }
 
-int find_by_pci_address(const char* text, Gpu** gpu) {
+int find_gpu_by_pci_address(const char* text, Gpu** gpu) {
     const auto bus = text == nullptr ? std::nullopt : parse_pci_bus(text);
     if (!bus && is_initialized()) {
         return invalid_argument;
@@ -106,7 +106,7 @@ int store_pci_info(const Gpu* gpu, void* result, std::size_t length_bytes) {
         const std::string address = format_pci_address(number);
         address.copy(info.bus_id_legacy, sizeof info.bus_id_legacy - 1);
         if (length_bytes == sizeof info) {
-            // Version 3 has a domain of eight digits.
+            // Version 3 of the structure has a domain of eight digits.
             ("0000" + address).copy(info.bus_id, sizeof info.bus_id - 1);
         }
         std::memcpy(result, &info, length_bytes);
@@ -114,17 +114,17 @@ int store_pci_info(const Gpu* gpu, void* result, std::size_t length_bytes) {
     });
 }
 
-// Return the bytes that this process uses on a GPU; nothing if the process has no context there or has not loaded the
-// CUDA twin. Each process can allocate all memory of a GPU, so other processes do not count.
+// Return the bytes that this process uses on a GPU, or nullopt if the process has no context there or has not loaded
+// the CUDA twin. Each process can allocate all memory of a GPU, so other processes do not count.
 std::optional<std::uint64_t> count_bytes_of_this_process(int number) {
     void* const cuda = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     if (cuda == nullptr) {
         return std::nullopt;
     }
-    using Usage = decltype(&gdrkit_twin_gpu_usage);
-    const auto usage = reinterpret_cast<Usage>(dlsym(cuda, "gdrkit_twin_gpu_usage"));
+    using UsageFunction = decltype(&gdrkit_twin_gpu_usage);
+    const auto query_usage = reinterpret_cast<UsageFunction>(dlsym(cuda, "gdrkit_twin_gpu_usage"));
     unsigned long long used_bytes = 0;
-    const bool has_context = usage != nullptr && usage(number, &used_bytes) == 1;
+    const bool has_context = query_usage != nullptr && query_usage(number, &used_bytes) == 1;
     dlclose(cuda);
     return has_context ? std::optional(std::uint64_t{used_bytes}) : std::nullopt;
 }
@@ -146,21 +146,21 @@ template <typename Info> int store_processes(const Gpu* gpu, unsigned* count, In
             if (processes == nullptr) {
                 return invalid_argument;
             }
-            Info info{};
-            info.pid = static_cast<std::uint32_t>(getpid());
-            info.used_bytes = *used_bytes;
-            if constexpr (requires { info.gpu_instance; }) {
-                info.gpu_instance = info.compute_instance = no_instance;
+            Info process{};
+            process.pid = static_cast<std::uint32_t>(getpid());
+            process.used_bytes = *used_bytes;
+            if constexpr (requires { process.gpu_instance; }) {
+                process.gpu_instance = process.compute_instance = no_instance;
             }
-            *processes = info;
+            *processes = process;
         }
         return success;
     });
 }
 
-// Every process that uses a GPU of the twin is a compute process.
+// No process is a graphics process, because every process that uses a GPU of the twin is a compute process.
 int store_no_processes(const Gpu* gpu, unsigned* count) {
-    return constant_of(gpu, count, 0U);
+    return store_constant(gpu, count, 0U);
 }
 
 } // namespace
@@ -183,11 +183,11 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetCount_v2(unsigned* count) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByIndex(unsigned index, Gpu** gpu) {
-    return find_by_index(index, gpu);
+    return find_gpu_by_index(index, gpu);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByIndex_v2(unsigned index, Gpu** gpu) {
-    return find_by_index(index, gpu);
+    return find_gpu_by_index(index, gpu);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByUUID(const char* uuid, Gpu** gpu) {
@@ -219,11 +219,11 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleBySerial(const char* serial, Gpu** gpu)
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByPciBusId(const char* address, Gpu** gpu) {
-    return find_by_pci_address(address, gpu);
+    return find_gpu_by_pci_address(address, gpu);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByPciBusId_v2(const char* address, Gpu** gpu) {
-    return find_by_pci_address(address, gpu);
+    return find_gpu_by_pci_address(address, gpu);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetIndex(const Gpu* gpu, unsigned* index) {
@@ -240,16 +240,18 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetMinorNumber(const Gpu* gpu, unsigned* minor) 
     });
 }
 
-GDRKIT_NVML_ENTRY int nvmlDeviceGetName(const Gpu* gpu, char* text, unsigned length_bytes) {
-    return run_gpu_entry(gpu, text, [&](int) { return store_text(gpu_name, text, length_bytes); });
+GDRKIT_NVML_ENTRY int nvmlDeviceGetName(const Gpu* gpu, char* buffer, unsigned length_bytes) {
+    return run_gpu_entry(gpu, buffer, [&](int) { return store_text(gpu_name, buffer, length_bytes); });
 }
 
-GDRKIT_NVML_ENTRY int nvmlDeviceGetUUID(const Gpu* gpu, char* text, unsigned length_bytes) {
-    return run_gpu_entry(gpu, text, [&](int number) { return store_text(format_uuid(number), text, length_bytes); });
+GDRKIT_NVML_ENTRY int nvmlDeviceGetUUID(const Gpu* gpu, char* buffer, unsigned length_bytes) {
+    return run_gpu_entry(gpu, buffer,
+                         [&](int number) { return store_text(format_uuid(number), buffer, length_bytes); });
 }
 
-GDRKIT_NVML_ENTRY int nvmlDeviceGetSerial(const Gpu* gpu, char* text, unsigned length_bytes) {
-    return run_gpu_entry(gpu, text, [&](int number) { return store_text(format_serial(number), text, length_bytes); });
+GDRKIT_NVML_ENTRY int nvmlDeviceGetSerial(const Gpu* gpu, char* buffer, unsigned length_bytes) {
+    return run_gpu_entry(gpu, buffer,
+                         [&](int number) { return store_text(format_serial(number), buffer, length_bytes); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetCudaComputeCapability(const Gpu* gpu, int* major, int* minor) {
@@ -264,7 +266,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetCudaComputeCapability(const Gpu* gpu, int* ma
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetArchitecture(const Gpu* gpu, int* architecture) {
-    return constant_of(gpu, architecture, architecture_hopper);
+    return store_constant(gpu, architecture, architecture_hopper);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPciInfo(const Gpu* gpu, void* info) {
@@ -309,18 +311,19 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetMemoryInfo_v2(const Gpu* gpu, MemoryV2* memor
     });
 }
 
-// All memory can be exported as a dma-buf, as if BAR1 mapped all of it. A dma-buf uses no part of a window.
+// BAR1 is reported as large as the memory and unused, because all memory can be exported as a dma-buf, and a dma-buf of
+// the twin uses no part of BAR1.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetBAR1MemoryInfo(const Gpu* gpu, Memory* memory) {
-    return constant_of(gpu, memory, Memory{gpu_memory_bytes, gpu_memory_bytes, 0});
+    return store_constant(gpu, memory, Memory{gpu_memory_bytes, gpu_memory_bytes, 0});
 }
 
 // The percentages describe the share of time in which kernels ran. The twin runs no kernels.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetUtilizationRates(const Gpu* gpu, Utilization* rates) {
-    return constant_of(gpu, rates, Utilization{0, 0});
+    return store_constant(gpu, rates, Utilization{0, 0});
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetComputeMode(const Gpu* gpu, int* mode) {
-    return constant_of(gpu, mode, 0); // NVML_COMPUTEMODE_DEFAULT
+    return store_constant(gpu, mode, 0); // NVML_COMPUTEMODE_DEFAULT
 }
 
 // ECC is off, as the CUDA twin reports.
@@ -337,24 +340,24 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetEccMode(const Gpu* gpu, int* current, int* pe
 // The GPUs are near to every processor that this thread may use.
 GDRKIT_NVML_ENTRY int nvmlSystemGetTopologyGpuSet(unsigned cpu, unsigned* count, Gpu** near_gpus) {
     return run_entry([&] {
-        cpu_set_t allowed{};
+        cpu_set_t allowed_cpus{};
         if (count == nullptr || cpu >= CPU_SETSIZE) {
             return invalid_argument;
         }
-        if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) {
+        if (sched_getaffinity(0, sizeof allowed_cpus, &allowed_cpus) != 0) {
             return unknown;
         }
-        const unsigned near_count = CPU_ISSET(cpu, &allowed) ? config().gpu_count : 0;
-        const bool fits = near_gpus == nullptr || *count >= near_count;
+        const unsigned near_count = CPU_ISSET(cpu, &allowed_cpus) ? config().gpu_count : 0;
+        const bool is_large_enough = near_gpus == nullptr || *count >= near_count;
         *count = near_count;
-        for (unsigned number = 0; near_gpus != nullptr && fits && number < near_count; ++number) {
+        for (unsigned number = 0; near_gpus != nullptr && is_large_enough && number < near_count; ++number) {
             near_gpus[number] = &gpus[number];
         }
-        return fits ? success : insufficient_size;
+        return is_large_enough ? success : insufficient_size;
     });
 }
 
-// Every two GPUs have a host bridge in common, and nothing below it.
+// The nearest PCI device that any two GPUs have in common is a host bridge.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetTopologyNearestGpus(const Gpu* gpu, int level, unsigned* count, Gpu** nearest) {
     return run_gpu_entry(gpu, count, [&](int number) {
         const auto near_count = static_cast<unsigned>(level == topology_host_bridge ? gpu_count() - 1 : 0);
@@ -363,9 +366,10 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetTopologyNearestGpus(const Gpu* gpu, int level
             return insufficient_size;
         }
         *count = near_count;
-        for (int other = 0, index = 0; nearest != nullptr && near_count != 0 && other < gpu_count(); ++other) {
-            if (other != number) {
-                nearest[index++] = &gpus[static_cast<std::size_t>(other)];
+        for (int other_number = 0, index = 0; nearest != nullptr && near_count != 0 && other_number < gpu_count();
+             ++other_number) {
+            if (other_number != number) {
+                nearest[index++] = &gpus[static_cast<std::size_t>(other_number)];
             }
         }
         return success;
@@ -373,7 +377,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetTopologyNearestGpus(const Gpu* gpu, int level
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceIsMigDeviceHandle(const Gpu* gpu, unsigned* is_mig) {
-    return constant_of(gpu, is_mig, 0U);
+    return store_constant(gpu, is_mig, 0U);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetComputeRunningProcesses(const Gpu* gpu, unsigned* count, ProcessInfoV1* processes) {

@@ -1,5 +1,5 @@
-// Common first steps of every exported function: check that NVML is initialized and that a handle is valid, and store
-// texts.
+// Common steps of the exported functions: check that NVML is initialized and that the handle of the GPU is valid, and
+// store results.
 #pragma once
 
 #include <cstring>
@@ -18,7 +18,8 @@ bool is_initialized();
 // Return the number of a GPU in the machine, or -1 if the handle is not valid.
 int find_gpu_number(const Gpu* gpu);
 
-// Run the body of an exported function, and convert its exceptions to error codes: none may reach a C caller.
+// Run the body of an exported function, and convert its exceptions to error codes, because no exception may reach a C
+// caller.
 template <typename Body> int run_entry(Body&& body) {
     try {
         return is_initialized() ? static_cast<int>(std::forward<Body>(body)()) : uninitialized;
@@ -39,7 +40,7 @@ template <typename Value, typename Body> int run_gpu_entry(const Gpu* gpu, Value
 }
 
 // Store a value that is the same for every GPU.
-template <typename Value> int constant_of(const Gpu* gpu, Value* result, Value value) {
+template <typename Value> int store_constant(const Gpu* gpu, Value* result, Value value) {
     return run_gpu_entry(gpu, result, [&](int) {
         *result = value;
         return success;

@@ -1,5 +1,5 @@
-// Sets of events, for tools that wait for errors of GPUs. The twin's GPUs have no errors, and no driver is bound or
-// unbound, so a wait ends with its timeout.
+// NVML event sets, by which monitoring tools wait for errors of GPUs. The twin's GPUs have no errors, and no driver is
+// bound or unbound, so a wait ends with its timeout.
 
 #include <algorithm>
 #include <chrono>
@@ -12,12 +12,12 @@
 
 namespace gdrkit::twin::nvml {
 
-// The object of a set; its address is the handle.
+// An event set. Its address is the handle.
 struct EventSet {};
 
 namespace {
 
-constexpr std::uint64_t xid_error = 8, known_system_events = 3; // bits of the types of events
+constexpr std::uint64_t xid_error = 8, all_system_events = 3; // bits of the types of events
 
 struct EventSets {
     std::mutex mutex;
@@ -37,38 +37,38 @@ int create_set(EventSet** set) {
     if (set == nullptr) {
         return invalid_argument;
     }
-    EventSets& state = event_sets();
-    std::lock_guard lock(state.mutex);
-    *set = state.all.insert(std::make_unique<EventSet>()).first->get();
+    EventSets& table = event_sets();
+    std::lock_guard lock(table.mutex);
+    *set = table.all.insert(std::make_unique<EventSet>()).first->get();
     return success;
 }
 
-bool set_exists(const EventSet* set) {
-    EventSets& state = event_sets();
-    std::lock_guard lock(state.mutex);
-    return state.find(set) != state.all.end();
+bool is_event_set(const EventSet* set) {
+    EventSets& table = event_sets();
+    std::lock_guard lock(table.mutex);
+    return table.find(set) != table.all.end();
 }
 
 int free_set(const EventSet* set) {
-    EventSets& state = event_sets();
-    std::lock_guard lock(state.mutex);
-    const auto entry = state.find(set);
-    if (entry == state.all.end()) {
+    EventSets& table = event_sets();
+    std::lock_guard lock(table.mutex);
+    const auto entry = table.find(set);
+    if (entry == table.all.end()) {
         return invalid_argument;
     }
-    state.all.erase(entry);
+    table.all.erase(entry);
     return success;
 }
 
 int wait_for_timeout(const EventSet* set, unsigned timeout_ms) {
-    if (!set_exists(set)) {
+    if (!is_event_set(set)) {
         return invalid_argument;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(timeout_ms));
     return timeout;
 }
 
-// Run the body of a function of system events, whose request has a version.
+// Check the version of a request of system events, and run the body of the function.
 template <typename Request, typename Body> int run_system_entry(Request* request, Body&& body) {
     return run_entry([&]() -> int {
         if (request == nullptr) {
@@ -89,12 +89,12 @@ GDRKIT_NVML_ENTRY int nvmlEventSetFree(const EventSet* set) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedEventTypes(const Gpu* gpu, std::uint64_t* types) {
-    return constant_of(gpu, types, xid_error);
+    return store_constant(gpu, types, xid_error);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceRegisterEvents(const Gpu* gpu, std::uint64_t types, const EventSet* set) {
     return run_gpu_entry(gpu, set, [&](int) {
-        return !set_exists(set) ? invalid_argument : (types & ~xid_error) != 0 ? unsupported : success;
+        return !is_event_set(set) ? invalid_argument : (types & ~xid_error) != 0 ? unsupported : success;
     });
 }
 
@@ -116,7 +116,7 @@ GDRKIT_NVML_ENTRY int nvmlSystemEventSetFree(SystemEventSetRequest* request) {
 
 GDRKIT_NVML_ENTRY int nvmlSystemRegisterEvents(SystemEventRegistration* request) {
     return run_system_entry(request, [&]() -> int {
-        return set_exists(request->set) && (request->types & ~known_system_events) == 0 ? success : invalid_argument;
+        return is_event_set(request->set) && (request->types & ~all_system_events) == 0 ? success : invalid_argument;
     });
 }
 

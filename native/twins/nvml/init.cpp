@@ -17,7 +17,7 @@ GDRKIT_TWIN_NOTE("nvml twin of gdrkit")
 namespace gdrkit::twin::nvml {
 namespace {
 
-// The first driver of this CUDA version has this number. Versions of real drivers have a further part that is not 0.
+// Driver 580 was the first with CUDA 13.0. No real driver has the number 580.00.
 constexpr std::string_view driver_version_text = "580.00";
 constexpr std::string_view driver_branch_text = "r580_00";
 constexpr std::string_view library_version_text = "13.580.00";
@@ -114,8 +114,8 @@ GDRKIT_NVML_ENTRY const char* nvmlErrorString(int code) {
     return "Unknown Error";
 }
 
-GDRKIT_NVML_ENTRY int nvmlSystemGetDriverVersion(char* text, unsigned length_bytes) {
-    return run_entry([&] { return store_text(driver_version_text, text, length_bytes); });
+GDRKIT_NVML_ENTRY int nvmlSystemGetDriverVersion(char* buffer, unsigned length_bytes) {
+    return run_entry([&] { return store_text(driver_version_text, buffer, length_bytes); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemGetDriverBranch(DriverBranch* branch, unsigned length_bytes) {
@@ -130,8 +130,8 @@ GDRKIT_NVML_ENTRY int nvmlSystemGetDriverBranch(DriverBranch* branch, unsigned l
     });
 }
 
-GDRKIT_NVML_ENTRY int nvmlSystemGetNVMLVersion(char* text, unsigned length_bytes) {
-    return run_entry([&] { return store_text(library_version_text, text, length_bytes); });
+GDRKIT_NVML_ENTRY int nvmlSystemGetNVMLVersion(char* buffer, unsigned length_bytes) {
+    return run_entry([&] { return store_text(library_version_text, buffer, length_bytes); });
 }
 
 // These two functions also work before nvmlInit_v2, as documented.
@@ -143,9 +143,9 @@ GDRKIT_NVML_ENTRY int nvmlSystemGetCudaDriverVersion_v2(int* version) {
     return store_version(version);
 }
 
-GDRKIT_NVML_ENTRY int nvmlSystemGetProcessName(unsigned pid, char* text, unsigned length_bytes) {
+GDRKIT_NVML_ENTRY int nvmlSystemGetProcessName(unsigned pid, char* buffer, unsigned length_bytes) {
     return run_entry([&] {
-        if (text == nullptr || length_bytes == 0) {
+        if (buffer == nullptr || length_bytes == 0) {
             return invalid_argument;
         }
         std::ifstream file("/proc/" + std::to_string(pid) + "/cmdline");
@@ -154,7 +154,7 @@ GDRKIT_NVML_ENTRY int nvmlSystemGetProcessName(unsigned pid, char* text, unsigne
             return not_found;
         }
         // Like the real library, cut the name if the buffer is too small.
-        return store_text(name.substr(0, length_bytes - 1), text, length_bytes);
+        return store_text(name.substr(0, length_bytes - 1), buffer, length_bytes);
     });
 }
 

@@ -21,7 +21,7 @@ enum Result : int {
 
 // A handle of a GPU. It is the address of an object of the twin, which the caller must not read.
 struct Gpu;
-// A handle of a set of events is such an address, too.
+// A handle of an event set is also the address of an object of the twin.
 struct EventSet;
 
 struct SystemEventSetRequest { // to create and to free a set
@@ -74,7 +74,7 @@ struct PciInfoExt {
     char bus_id[32];
 };
 inline constexpr std::uint32_t pci_info_ext_version = sizeof(PciInfoExt) | 1U << 24;
-inline constexpr std::uint32_t class_display = 3, subclass_3d_controller = 2; // of PCI
+inline constexpr std::uint32_t class_display = 3, subclass_3d_controller = 2; // PCI class codes
 static_assert(pci_info_ext_version == 0x01000040);
 
 struct Pdi {

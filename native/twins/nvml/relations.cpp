@@ -42,7 +42,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetP2PStatus(const Gpu* first, const Gpu* second
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfo(const Gpu* gpu, FabricInfo* info) {
-    return constant_of(gpu, info, FabricInfo{});
+    return store_constant(gpu, info, FabricInfo{});
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfoV(const Gpu* gpu, FabricInfoV2* info) {

@@ -1,4 +1,4 @@
-// The state of a GPU that tools for monitoring query: performance, power, the PCIe link and switched-off features. The
+// The state of a GPU that monitoring tools query: performance, power, the PCIe link and switched-off features. The
 // twin's GPUs run no kernels, so they are idle, draw no power and send nothing over PCIe.
 
 #include <algorithm>
@@ -27,7 +27,7 @@ template <typename Value> int store_versioned(const Gpu* gpu, Value* result, con
 } // namespace
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetVirtualizationMode(const Gpu* gpu, int* mode) {
-    return constant_of(gpu, mode, virtualization_none);
+    return store_constant(gpu, mode, virtualization_none);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMigMode(const Gpu* gpu, unsigned* current, unsigned* pending) {
@@ -41,14 +41,14 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetMigMode(const Gpu* gpu, unsigned* current, un
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMaxMigDeviceCount(const Gpu* gpu, unsigned* count) {
-    return constant_of(gpu, count, 0U);
+    return store_constant(gpu, count, 0U);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetC2cModeInfoV(const Gpu* gpu, unsigned* is_enabled) {
-    return constant_of(gpu, is_enabled, 0U);
+    return store_constant(gpu, is_enabled, 0U);
 }
 
-// The GPUs do not access the pageable memory of a process.
+// Addressing mode 0 means that the GPU cannot access the pageable memory of a process.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetAddressingMode(const Gpu* gpu, VersionedValue* mode) {
     return store_versioned(gpu, mode, VersionedValue{versioned_value_version, 0});
 }
@@ -62,19 +62,19 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetRepairStatus(const Gpu* gpu, RepairStatus* st
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetGridLicensableFeatures_v4(const Gpu* gpu, LicensableFeatures* features) {
-    return constant_of(gpu, features, LicensableFeatures{0, 0});
+    return store_constant(gpu, features, LicensableFeatures{0, 0});
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetCurrentClocksEventReasons(const Gpu* gpu, std::uint64_t* reasons) {
-    return constant_of(gpu, reasons, clocks_idle);
+    return store_constant(gpu, reasons, clocks_idle);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedClocksEventReasons(const Gpu* gpu, std::uint64_t* reasons) {
-    return constant_of(gpu, reasons, clocks_idle);
+    return store_constant(gpu, reasons, clocks_idle);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPerformanceState(const Gpu* gpu, int* state) {
-    return constant_of(gpu, state, performance_highest);
+    return store_constant(gpu, state, performance_highest);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedPerformanceStates(const Gpu* gpu, int* states, unsigned length_bytes) {
@@ -89,11 +89,11 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedPerformanceStates(const Gpu* gpu, in
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetDynamicPstatesInfo(const Gpu* gpu, DynamicPstates* info) {
-    return constant_of(gpu, info, DynamicPstates{});
+    return store_constant(gpu, info, DynamicPstates{});
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPowerUsage(const Gpu* gpu, unsigned* power_mw) {
-    return constant_of(gpu, power_mw, 0U);
+    return store_constant(gpu, power_mw, 0U);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPcieThroughput(const Gpu* gpu, unsigned counter, unsigned* kilobytes_per_s) {
@@ -107,27 +107,27 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPcieThroughput(const Gpu* gpu, unsigned count
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPcieReplayCounter(const Gpu* gpu, unsigned* count) {
-    return constant_of(gpu, count, 0U);
+    return store_constant(gpu, count, 0U);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetCurrPcieLinkGeneration(const Gpu* gpu, unsigned* generation) {
-    return constant_of(gpu, generation, pcie_generation);
+    return store_constant(gpu, generation, pcie_generation);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMaxPcieLinkGeneration(const Gpu* gpu, unsigned* generation) {
-    return constant_of(gpu, generation, pcie_generation);
+    return store_constant(gpu, generation, pcie_generation);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuMaxPcieLinkGeneration(const Gpu* gpu, unsigned* generation) {
-    return constant_of(gpu, generation, pcie_generation);
+    return store_constant(gpu, generation, pcie_generation);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetCurrPcieLinkWidth(const Gpu* gpu, unsigned* width) {
-    return constant_of(gpu, width, pcie_width);
+    return store_constant(gpu, width, pcie_width);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMaxPcieLinkWidth(const Gpu* gpu, unsigned* width) {
-    return constant_of(gpu, width, pcie_width);
+    return store_constant(gpu, width, pcie_width);
 }
 
 } // namespace gdrkit::twin::nvml

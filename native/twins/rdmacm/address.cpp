@@ -149,12 +149,12 @@ bool is_same_gid(const ibv_gid& left, const ibv_gid& right) {
 
 std::string format_gid(const ibv_gid& gid) {
     constexpr char digits[] = "0123456789abcdef";
-    std::string text;
+    std::string hex_text;
     for (const std::uint8_t byte : gid.raw) {
-        text += digits[byte >> 4];
-        text += digits[byte & 15];
+        hex_text += digits[byte >> 4];
+        hex_text += digits[byte & 15];
     }
-    return text;
+    return hex_text;
 }
 
 } // namespace gdrkit::twin::rdmacm

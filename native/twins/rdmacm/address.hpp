@@ -1,4 +1,4 @@
-// Socket addresses: comparison, classification, and their form as a GID and as a part of a socket name.
+// Socket addresses: comparison, classification, and conversion to a GID and to a part of a socket name.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace gdrkit::twin::rdmacm {
 
-// An IPv4 or IPv6 address without a port. An IPv4 address is stored as an IPv4-mapped IPv6 address. A RoCE device with
-// this address has the same bytes as its GID.
+// An IPv4 or IPv6 address without a port. An IPv4 address is stored as an IPv4-mapped IPv6 address. If a RoCE device
+// has this address, its GID consists of the same bytes.
 struct IpAddress {
     int family = AF_INET; // AF_INET or AF_INET6
     ibv_gid bytes{};
@@ -28,7 +28,7 @@ std::uint16_t get_port(const sockaddr* address); // host byte order
 void store_address(sockaddr_storage* storage, const IpAddress& address, std::uint16_t port);
 
 IpAddress make_loopback_address(int family);
-// Return whether an interface of this host has the address. The loopback networks are local too.
+// Return whether an interface of this host has the address. Every loopback address counts too.
 bool is_host_address(const IpAddress& address);
 // Return the addresses of the interfaces of this host, of both families.
 std::vector<IpAddress> list_host_addresses();

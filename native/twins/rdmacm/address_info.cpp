@@ -1,4 +1,4 @@
-// rdma_getaddrinfo: translates names to the addresses of the endpoint interface, by getaddrinfo of the C library.
+// rdma_getaddrinfo translates host and service names to addresses for rdma_create_ep, by getaddrinfo of the C library.
 
 #include <netdb.h>
 
@@ -22,21 +22,21 @@ sockaddr* copy_address(const sockaddr* address, socklen_t length) {
 }
 
 addrinfo make_hints(const rdma_addrinfo* hints) {
-    addrinfo converted{};
+    addrinfo socket_hints{};
     if (hints == nullptr) {
-        return converted;
+        return socket_hints;
     }
-    converted.ai_flags = ((hints->ai_flags & rai_passive) != 0 ? AI_PASSIVE : 0) |
-                         ((hints->ai_flags & rai_numeric_host) != 0 ? AI_NUMERICHOST : 0);
-    converted.ai_family = (hints->ai_flags & rai_family) != 0 || hints->ai_family != 0 ? hints->ai_family : 0;
+    socket_hints.ai_flags = ((hints->ai_flags & rai_passive) != 0 ? AI_PASSIVE : 0) |
+                            ((hints->ai_flags & rai_numeric_host) != 0 ? AI_NUMERICHOST : 0);
+    socket_hints.ai_family = (hints->ai_flags & rai_family) != 0 || hints->ai_family != 0 ? hints->ai_family : 0;
     const bool is_datagram =
         hints->ai_qp_type == IBV_QPT_UD || hints->ai_port_space == RDMA_PS_UDP || hints->ai_port_space == RDMA_PS_IPOIB;
     const bool is_stream = hints->ai_qp_type != 0 || hints->ai_port_space != 0;
-    converted.ai_socktype = is_datagram ? SOCK_DGRAM : (is_stream ? SOCK_STREAM : 0);
-    return converted;
+    socket_hints.ai_socktype = is_datagram ? SOCK_DGRAM : (is_stream ? SOCK_STREAM : 0);
+    return socket_hints;
 }
 
-// Fill the types of the entry from the hints, or else from the socket type.
+// Set the queue pair type and the port space of the entry, from the hints or else from the socket type.
 void fill_types(rdma_addrinfo* entry, const rdma_addrinfo* hints, int socket_type) {
     const bool is_datagram = socket_type == SOCK_DGRAM;
     entry->ai_qp_type =
@@ -86,7 +86,7 @@ int look_up(const char* node, const char* service, const rdma_addrinfo* hints, r
     if (const int error = getaddrinfo(node, service, &converted_hints, &list); error != 0) {
         return error;
     }
-    // The connection manager has no raw sockets, so the entries of other types are left out.
+    // Leave out entries with other socket types, for example raw sockets, which the connection manager does not have.
     rdma_addrinfo** last = result;
     int error = 0;
     for (const addrinfo* item = list; item != nullptr && error == 0; item = item->ai_next) {
@@ -130,7 +130,8 @@ int rdma_getaddrinfo(const char* node, const char* service, const rdma_addrinfo*
     entry->ai_flags = hints->ai_flags;
     entry->ai_family = hints->ai_family;
     fill_types(entry, hints, make_hints(hints).ai_socktype);
-    const auto copy = [](const sockaddr* source, socklen_t length, sockaddr** address, socklen_t* address_bytes) {
+    const auto copy_if_set = [](const sockaddr* source, socklen_t length, sockaddr** address,
+                                socklen_t* address_bytes) {
         if (source == nullptr || length == 0) {
             return true;
         }
@@ -138,8 +139,8 @@ int rdma_getaddrinfo(const char* node, const char* service, const rdma_addrinfo*
         *address = copy_address(source, length);
         return *address != nullptr;
     };
-    if (!copy(hints->ai_src_addr, hints->ai_src_len, &entry->ai_src_addr, &entry->ai_src_len) ||
-        !copy(hints->ai_dst_addr, hints->ai_dst_len, &entry->ai_dst_addr, &entry->ai_dst_len)) {
+    if (!copy_if_set(hints->ai_src_addr, hints->ai_src_len, &entry->ai_src_addr, &entry->ai_src_len) ||
+        !copy_if_set(hints->ai_dst_addr, hints->ai_dst_len, &entry->ai_dst_addr, &entry->ai_dst_len)) {
         rdma_freeaddrinfo(entry);
         return EAI_MEMORY;
     }

@@ -14,22 +14,22 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// Bind an identifier in the state idle. The caller holds the lock.
+// Bind an identifier in the state idle. The caller holds the lock of the connection manager.
 int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port) {
-    std::optional<LocalPort> local;
+    std::optional<LocalPort> local_port;
     if (!address.is_any()) {
-        local = find_local_port(address);
-        if (!local) {
-            // As in the kernel: EADDRNOTAVAIL if no interface has the address, ENODEV if an interface has it, but no
-            // RDMA device uses this interface.
+        local_port = find_local_port(address);
+        if (!local_port) {
+            // The errors are the same as in the kernel: EADDRNOTAVAIL if no interface has the address, ENODEV if an
+            // interface has it but no RDMA device uses this interface.
             return is_host_address(address) ? ENODEV : EADDRNOTAVAIL;
         }
     }
     if (const int error = claim_port(id, address, port); error != 0) {
         return error;
     }
-    if (local) {
-        set_local(id, *local);
+    if (local_port) {
+        set_local(id, *local_port);
     }
     set_source(id, address, id->claim.port);
     id->state = State::bound;
@@ -43,7 +43,7 @@ int choose_source(const Identifier& id, const IpAddress& destination, IpAddress*
         return source->family == destination.family ? 0 : EINVAL;
     }
     if (!destination.is_multicast() && find_local_port(destination)) {
-        *source = destination; // a packet of this host to itself
+        *source = destination; // the packets stay on this host
         return 0;
     }
     return choose_source_address(destination, source);
@@ -58,13 +58,13 @@ int resolve(Identifier* id, IpAddress destination) {
     if (const int error = choose_source(*id, destination, &source); error != 0) {
         return error;
     }
-    const auto local = find_local_port(source);
-    if (!local) {
+    const auto local_port = find_local_port(source);
+    if (!local_port) {
         return ENODEV;
     }
-    const auto remote = find_local_port(destination);
-    id->remote_gid = remote ? remote->gid() : destination.bytes;
-    set_local(id, *local);
+    const auto destination_port = find_local_port(destination);
+    id->remote_gid = destination_port ? destination_port->gid() : destination.bytes;
+    set_local(id, *local_port);
     set_source(id, source, id->claim.port);
     store_address(&id->abi.route.addr.dst_storage, destination, get_port(&id->abi.route.addr.dst_addr));
     id->abi.route.addr.addr.ibaddr.dgid = id->remote_gid;
@@ -102,18 +102,18 @@ int resolve_route_now(Identifier* id) {
 }
 
 int bind_to_any(Identifier* id, int family) {
-    IpAddress any;
-    any.family = family;
+    IpAddress any_address;
+    any_address.family = family;
     if (family == AF_INET) {
-        any.bytes.raw[10] = any.bytes.raw[11] = 0xff;
+        any_address.bytes.raw[10] = any_address.bytes.raw[11] = 0xff;
     }
-    return bind_identifier(id, any, 0);
+    return bind_identifier(id, any_address, 0);
 }
 
 extern "C" {
 
 int rdma_bind_addr(rdma_cm_id* id, sockaddr* addr) {
-    return run_entry("rdma_bind_addr", [&] {
+    return run_call("rdma_bind_addr", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr || get_address_length(addr) == 0) {
             return EINVAL;
@@ -124,7 +124,7 @@ int rdma_bind_addr(rdma_cm_id* id, sockaddr* addr) {
 }
 
 int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, int) {
-    return run_entry("rdma_resolve_addr", [&] {
+    return run_call("rdma_resolve_addr", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr || get_address_length(dst_addr) == 0 ||
             (src_addr != nullptr && get_address_length(src_addr) == 0)) {
@@ -148,12 +148,12 @@ int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, in
             identifier->state = error == 0 ? State::addr_resolved : State::bound;
             report(identifier, error == 0 ? RDMA_CM_EVENT_ADDR_RESOLVED : RDMA_CM_EVENT_ADDR_ERROR, -error);
         }
-        return complete(identifier);
+        return wait_if_synchronous(identifier);
     });
 }
 
 int rdma_resolve_route(rdma_cm_id* id, int) {
-    return run_entry("rdma_resolve_route", [&] {
+    return run_call("rdma_resolve_route", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -169,7 +169,7 @@ int rdma_resolve_route(rdma_cm_id* id, int) {
             identifier->state = State::route_resolved;
             report(identifier, RDMA_CM_EVENT_ROUTE_RESOLVED);
         }
-        return complete(identifier);
+        return wait_if_synchronous(identifier);
     });
 }
 

@@ -1,4 +1,4 @@
-// The calls that make, accept, reject and end connections.
+// The exported functions of librdmacm that make, accept, reject and end connections.
 
 #include <algorithm>
 #include <chrono>
@@ -20,7 +20,7 @@ namespace {
 constexpr std::chrono::milliseconds listener_grace_time{1000};
 constexpr int max_backlog = 1024; // the kernel's default of net.rdma_ucm.max_backlog
 
-std::uint8_t limit(std::uint8_t requested, std::uint8_t device_limit) {
+std::uint8_t limit_to_device(std::uint8_t requested, std::uint8_t device_limit) {
     return std::min(requested, device_limit); // 255 requests the largest number
 }
 
@@ -33,17 +33,18 @@ int check_parameters(const Identifier& id, const rdma_conn_param* parameters) {
     if (parameters == nullptr) {
         return id.abi.qp == nullptr ? EINVAL : 0;
     }
-    const bool too_many_resources = parameters->responder_resources != max_responder_resources &&
-                                    parameters->responder_resources > id.local->device->max_responder_resources;
-    const bool too_deep = parameters->initiator_depth != max_initiator_depth &&
-                          parameters->initiator_depth > id.local->device->max_initiator_depth;
-    return too_many_resources || too_deep ? EINVAL : 0;
+    const bool has_too_many_resources = parameters->responder_resources != max_responder_resources &&
+                                        parameters->responder_resources > id.local->device->max_responder_resources;
+    const bool is_too_deep = parameters->initiator_depth != max_initiator_depth &&
+                             parameters->initiator_depth > id.local->device->max_initiator_depth;
+    return has_too_many_resources || is_too_deep ? EINVAL : 0;
 }
 
 // Write the parameters of the connection into a message.
 void add_parameters(const Identifier& id, const rdma_conn_param& parameters, wire::Message* message) {
-    message->responder_resources = limit(parameters.responder_resources, id.local->device->max_responder_resources);
-    message->initiator_depth = limit(parameters.initiator_depth, id.local->device->max_initiator_depth);
+    message->responder_resources =
+        limit_to_device(parameters.responder_resources, id.local->device->max_responder_resources);
+    message->initiator_depth = limit_to_device(parameters.initiator_depth, id.local->device->max_initiator_depth);
     message->flow_control = parameters.flow_control != 0;
     message->retry_count = std::min<std::uint8_t>(parameters.retry_count, 7); // fields of three bits
     message->rnr_retry_count = std::min<std::uint8_t>(parameters.rnr_retry_count, 7);
@@ -64,7 +65,7 @@ rdma_conn_param make_default_parameters() {
 // Report how an attempt to reach the listener failed.
 void report_unreachable(Identifier* id, int error) {
     int unused = 0;
-    const auto& devices = cm_devices(&unused);
+    const auto& devices = get_cm_devices(&unused);
     const bool is_local_host = std::any_of(devices.begin(), devices.end(), [&](const auto& device) {
         return std::any_of(device->gids.begin(), device->gids.end(),
                            [&](const ibv_gid_entry& entry) { return is_same_gid(entry.gid, id->remote_gid); });
@@ -78,10 +79,10 @@ void report_unreachable(Identifier* id, int error) {
     }
 }
 
-// Remember that this process found a listener at a destination, or return whether it did before.
+// If a listener was found, remember its destination. Return whether this process ever found a listener there.
 bool record_listener(const IpAddress& address, std::uint16_t port, bool was_found) {
     static std::mutex mutex;
-    // Never destroyed, because threads of the program may connect while the process exits.
+    // The set is never destroyed, because threads of the program may connect while the process exits.
     static auto* const destinations = new std::set<std::pair<std::string, std::uint16_t>>();
     const auto* const bytes = reinterpret_cast<const char*>(address.bytes.raw);
     const std::pair destination(std::string(bytes, sizeof address.bytes.raw), port);
@@ -92,16 +93,17 @@ bool record_listener(const IpAddress& address, std::uint16_t port, bool was_foun
     return destinations->count(destination) != 0;
 }
 
-// Connect to the listener of an address. Return the socket or -errno. A port without a listener is refused at once,
-// unless this process found a listener there before. It then waits a short time: perftest -R exchanges its parameters
-// over a first connection, and its server listens at the same port again only after it has told its client to connect.
-// On hardware it is still early enough; here its processor also does the work of the device.
+// Connect to the listener of an address. Return the socket or -errno. If no process listens, fail at once. If this
+// process found a listener there before, wait up to listener_grace_time for a new one instead: perftest -R exchanges
+// its parameters over a first connection, and its server listens at the same port again only after it has told its
+// client to connect. On hardware the server is still early enough. Here it may be late, because its processor also does
+// the work of the device.
 int connect_or_wait(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
     const auto deadline = std::chrono::steady_clock::now() + listener_grace_time;
     for (;;) {
         const int result = connect_to_listener(ps, gid, address, port);
-        const bool may_come = record_listener(address, port, result >= 0);
-        if (result != -ECONNREFUSED || !may_come || std::chrono::steady_clock::now() >= deadline) {
+        const bool had_listener = record_listener(address, port, result >= 0);
+        if (result != -ECONNREFUSED || !had_listener || std::chrono::steady_clock::now() >= deadline) {
             return result;
         }
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
@@ -131,21 +133,21 @@ int send_request(Identifier* id, const wire::Message& request) {
     return 0;
 }
 
-int connect_identifier(Identifier* id, const rdma_conn_param* given) {
-    const rdma_conn_param parameters = given != nullptr ? *given : make_default_parameters();
+int connect_identifier(Identifier* id, const rdma_conn_param* program_parameters) {
+    const rdma_conn_param parameters = program_parameters != nullptr ? *program_parameters : make_default_parameters();
     wire::Message request{};
     {
         std::lock_guard lock(manager_mutex());
         if (id->state != State::route_resolved) {
             return EINVAL;
         }
-        if (const int error = check_parameters(*id, given); error != 0) {
+        if (const int error = check_parameters(*id, program_parameters); error != 0) {
             return error;
         }
         const void* data = parameters.private_data;
         std::size_t data_bytes = parameters.private_data == nullptr ? 0 : parameters.private_data_len;
         if (data_bytes == 0 && !id->connect_data.empty()) {
-            data = id->connect_data.data(); // what rdma_create_ep got from rdma_getaddrinfo
+            data = id->connect_data.data(); // the private data that rdma_create_ep got from rdma_getaddrinfo
             data_bytes = id->connect_data.size();
         }
         const auto message =
@@ -196,23 +198,23 @@ int accept_datagram(Identifier* id, const rdma_conn_param* parameters) {
     return 0;
 }
 
-int accept_identifier(Identifier* id, const rdma_conn_param* given) {
+int accept_identifier(Identifier* id, const rdma_conn_param* program_parameters) {
     if (id->state != State::connecting || !id->is_passive || id->is_accepted) {
         return EINVAL;
     }
     if (is_datagram(*id)) {
-        return accept_datagram(id, given);
+        return accept_datagram(id, program_parameters);
     }
-    if (const int error = check_parameters(*id, given); error != 0) {
+    if (const int error = check_parameters(*id, program_parameters); error != 0) {
         return error;
     }
-    rdma_conn_param parameters = given != nullptr ? *given : make_default_parameters();
-    // Without a number of its own, the accepting side takes what the peer requested.
-    const auto choose = [](std::uint8_t chosen, std::uint8_t requested) {
-        return chosen == max_responder_resources ? requested : chosen;
+    rdma_conn_param parameters = program_parameters != nullptr ? *program_parameters : make_default_parameters();
+    // If the program gives no number, use the number that the peer requested.
+    const auto choose_number = [](std::uint8_t own, std::uint8_t requested) {
+        return own == max_responder_resources ? requested : own;
     };
-    parameters.responder_resources = choose(parameters.responder_resources, id->responder_resources);
-    parameters.initiator_depth = choose(parameters.initiator_depth, id->initiator_depth);
+    parameters.responder_resources = choose_number(parameters.responder_resources, id->responder_resources);
+    parameters.initiator_depth = choose_number(parameters.initiator_depth, id->initiator_depth);
     if (const int error = make_ready(id, parameters.responder_resources, parameters.initiator_depth); error != 0) {
         return error;
     }
@@ -223,7 +225,7 @@ int accept_identifier(Identifier* id, const rdma_conn_param* given) {
         return EINVAL;
     }
     add_parameters(*id, parameters, &*reply);
-    reply->retry_count = 0; // the reply has no such field
+    reply->retry_count = 0; // the reply of the real protocol has no such field
     id->responder_resources = reply->responder_resources;
     id->initiator_depth = reply->initiator_depth;
     id->is_accepted = true;
@@ -255,22 +257,22 @@ int reject_identifier(Identifier* id, const void* private_data, std::uint8_t pri
 extern "C" {
 
 int rdma_connect(rdma_cm_id* id, rdma_conn_param* conn_param) {
-    return run_entry("rdma_connect", [&] {
+    return run_call("rdma_connect", [&] {
         Identifier* const identifier = get_id(id);
         const int error = identifier == nullptr ? EINVAL : connect_identifier(identifier, conn_param);
-        return error != 0 ? error : complete(identifier);
+        return error != 0 ? error : wait_if_synchronous(identifier);
     });
 }
 
 int rdma_listen(rdma_cm_id* id, int backlog) {
-    return run_entry("rdma_listen", [&] {
+    return run_call("rdma_listen", [&] {
         Identifier* const identifier = get_id(id);
         return identifier == nullptr ? EINVAL : listen_identifier(identifier, backlog);
     });
 }
 
 int rdma_accept(rdma_cm_id* id, rdma_conn_param* conn_param) {
-    return run_entry("rdma_accept", [&] {
+    return run_call("rdma_accept", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -279,26 +281,26 @@ int rdma_accept(rdma_cm_id* id, rdma_conn_param* conn_param) {
             fail_queue_pair(identifier);
             return error;
         }
-        return is_datagram(*identifier) ? 0 : complete(identifier);
+        return is_datagram(*identifier) ? 0 : wait_if_synchronous(identifier);
     });
 }
 
 int rdma_reject(rdma_cm_id* id, const void* private_data, std::uint8_t private_data_len) {
-    return run_entry("rdma_reject", [&] {
+    return run_call("rdma_reject", [&] {
         Identifier* const identifier = get_id(id);
         return identifier == nullptr ? EINVAL : reject_identifier(identifier, private_data, private_data_len);
     });
 }
 
 int rdma_reject_ece(rdma_cm_id* id, const void* private_data, std::uint8_t private_data_len) {
-    return run_entry("rdma_reject_ece", [&] {
+    return run_call("rdma_reject_ece", [&] {
         Identifier* const identifier = get_id(id);
         return identifier == nullptr ? EINVAL : reject_identifier(identifier, private_data, private_data_len);
     });
 }
 
 int rdma_establish(rdma_cm_id* id) {
-    return run_entry("rdma_establish", [&] {
+    return run_call("rdma_establish", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr || id->qp != nullptr) { // rdma_get_cm_event establishes identifiers with a queue pair
             return EINVAL;
@@ -315,7 +317,7 @@ int rdma_establish(rdma_cm_id* id) {
 }
 
 int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
-    return run_entry("rdma_notify", [&] {
+    return run_call("rdma_notify", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr || event != IBV_EVENT_COMM_EST) {
             return EINVAL;
@@ -336,7 +338,7 @@ int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
 }
 
 int rdma_disconnect(rdma_cm_id* id) {
-    return run_entry("rdma_disconnect", [&] {
+    return run_call("rdma_disconnect", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -348,18 +350,18 @@ int rdma_disconnect(rdma_cm_id* id) {
                 return EINVAL;
             }
         }
-        return complete(identifier);
+        return wait_if_synchronous(identifier);
     });
 }
 
 // Enhanced connection establishment (ECE): vendor options that the two sides negotiate. The twin has no such options.
 // It ignores the options of the program and reports empty options.
 int rdma_set_local_ece(rdma_cm_id* id, ibv_ece* ece) {
-    return run_entry("rdma_set_local_ece", [&] { return get_id(id) == nullptr || ece == nullptr ? EINVAL : 0; });
+    return run_call("rdma_set_local_ece", [&] { return get_id(id) == nullptr || ece == nullptr ? EINVAL : 0; });
 }
 
 int rdma_get_remote_ece(rdma_cm_id* id, ibv_ece* ece) {
-    return run_entry("rdma_get_remote_ece", [&] {
+    return run_call("rdma_get_remote_ece", [&] {
         if (get_id(id) == nullptr || ece == nullptr) {
             return EINVAL;
         }

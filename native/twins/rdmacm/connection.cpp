@@ -57,7 +57,8 @@ QueuedEvent make_event(rdma_cm_event_type type, const wire::Message& message) {
     event.type = type;
     std::copy(message.private_data.begin(), message.private_data.end(), event.private_data.begin());
     event.private_bytes = static_cast<std::uint8_t>(wire::count_private_bytes(message.type));
-    event.conn.responder_resources = message.initiator_depth; // what the peer initiates, this side responds to
+    event.conn.responder_resources =
+        message.initiator_depth; // this side responds to the requests that the peer initiates
     event.conn.initiator_depth = message.responder_resources;
     event.conn.flow_control = message.flow_control;
     event.conn.retry_count = message.retry_count;
@@ -116,11 +117,12 @@ void on_reply_timeout(Connection* connection) {
     close_connection(connection);
 }
 
-// Return whether a listener bound to this address accepts requests for `address`.
+// Return whether a listener accepts requests for `address`, which depends on the address that the listener is bound to.
 bool accepts_address(const Identifier& listener, const IpAddress& address) {
-    const IpAddress bound = get_ip(&listener.abi.route.addr.src_addr);
-    return bound == address ||
-           (bound.is_any() && (bound.family == address.family || (bound.family == AF_INET6 && !listener.ipv6_only)));
+    const IpAddress bound_address = get_ip(&listener.abi.route.addr.src_addr);
+    return bound_address == address ||
+           (bound_address.is_any() &&
+            (bound_address.family == address.family || (bound_address.family == AF_INET6 && !listener.ipv6_only)));
 }
 
 IpAddress make_address(std::uint16_t family, const std::array<std::uint8_t, 16>& bytes) {
@@ -141,7 +143,7 @@ void reject(Connection* connection, wire::Type type, std::uint32_t reason) {
 }
 
 // Make the identifier of a request. Return nullptr if the request names an address that this host does not have.
-Identifier* make_requested_identifier(const Identifier& listener, const wire::Message& request) {
+Identifier* make_identifier_for_request(const Identifier& listener, const wire::Message& request) {
     const IpAddress destination = make_address(request.family, request.dst_ip);
     const IpAddress source = make_address(request.family, request.src_ip);
     const auto local = find_local_port(destination);
@@ -184,11 +186,11 @@ void on_request(Connection* connection, const wire::Message& request) {
     Identifier* const listener = connection->listener == nullptr ? nullptr : *connection->listener;
     const bool is_for_datagrams = request.type == wire::Type::datagram_request;
     const wire::Type reject_type = is_for_datagrams ? wire::Type::datagram_reply : wire::Type::reject;
-    const int no_listener = is_for_datagrams ? datagram_unsupported : rejected_no_listener;
+    const int no_listener_reason = is_for_datagrams ? datagram_unsupported : rejected_no_listener;
     if (listener == nullptr || listener->abi.ps != static_cast<rdma_port_space>(request.port_space) ||
         is_datagram(*listener) != is_for_datagrams || request.dst_port != listener->claim.port ||
         !accepts_address(*listener, make_address(request.family, request.dst_ip))) {
-        reject(connection, reject_type, static_cast<std::uint32_t>(no_listener));
+        reject(connection, reject_type, static_cast<std::uint32_t>(no_listener_reason));
         return;
     }
     if (listener->automatic_qp_num != 0) {
@@ -196,7 +198,7 @@ void on_request(Connection* connection, const wire::Message& request) {
         return;
     }
     // If the backlog is full or no identifier can be made, reject the request, as the kernel does.
-    Identifier* const id = listener->backlog > 0 ? make_requested_identifier(*listener, request) : nullptr;
+    Identifier* const id = listener->backlog > 0 ? make_identifier_for_request(*listener, request) : nullptr;
     if (id == nullptr) {
         const int reason = is_for_datagrams ? datagram_rejected : rejected_by_program;
         reject(connection, reject_type, static_cast<std::uint32_t>(reason));
@@ -293,19 +295,19 @@ void on_message(Connection* connection, const wire::Message& message) {
 }
 
 void on_readable(Connection* connection) {
-    // The callback's function object is destroyed when the connection is closed, so this keeps the connection alive.
-    const auto keep = connection->shared_from_this();
+    // Closing the connection destroys the callback and its reference, so this reference keeps the connection alive.
+    const auto keep_alive = connection->shared_from_this();
     while (connection->socket) {
         auto* const begin = reinterpret_cast<char*>(&connection->incoming) + connection->incoming_bytes;
-        const ssize_t received = recv(connection->socket.get(), begin,
-                                      sizeof connection->incoming - connection->incoming_bytes, MSG_DONTWAIT);
-        if (received < 0 && (errno == EAGAIN || errno == EINTR)) {
+        const ssize_t received_bytes = recv(connection->socket.get(), begin,
+                                            sizeof connection->incoming - connection->incoming_bytes, MSG_DONTWAIT);
+        if (received_bytes < 0 && (errno == EAGAIN || errno == EINTR)) {
             return;
         }
-        if (received <= 0) {
+        if (received_bytes <= 0) {
             return on_end(connection);
         }
-        connection->incoming_bytes += static_cast<std::size_t>(received);
+        connection->incoming_bytes += static_cast<std::size_t>(received_bytes);
         if (connection->incoming_bytes < sizeof connection->incoming) {
             continue;
         }
@@ -349,7 +351,7 @@ void start_reading(const std::shared_ptr<Connection>& connection) {
 }
 
 void close_connection(Connection* connection) {
-    const auto keep = connection->shared_from_this();
+    const auto keep_alive = connection->shared_from_this();
     cancel_timer(connection->timer_token);
     unwatch(connection->watch_token);
     connection->timer_token = connection->watch_token = 0;

@@ -27,7 +27,7 @@ enum class Phase {
 struct Connection : std::enable_shared_from_this<Connection> {
     Fd socket;
     Identifier* id = nullptr; // nullptr after the identifier was destroyed, and before the request of a peer
-    std::shared_ptr<Identifier*> listener; // until the request of the peer has arrived
+    std::shared_ptr<Identifier*> listener; // set until the request of the peer has arrived
     Phase phase = Phase::waits_for_reply;
     Token watch_token = 0, timer_token = 0;
     wire::Message incoming{};

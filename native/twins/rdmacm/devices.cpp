@@ -18,37 +18,37 @@ namespace {
 constexpr std::size_t max_gid_count = 256;
 
 std::unique_ptr<CmDevice> open_device(ibv_device* device) {
-    auto opened = std::make_unique<CmDevice>();
-    opened->verbs = ibv_open_device(device);
-    if (opened->verbs == nullptr) {
+    auto cm_device = std::make_unique<CmDevice>();
+    cm_device->verbs = ibv_open_device(device);
+    if (cm_device->verbs == nullptr) {
         return nullptr;
     }
     ibv_device_attr attr{};
-    opened->gids.resize(max_gid_count);
-    const ssize_t gid_count = ibv_query_gid_table(opened->verbs, opened->gids.data(), opened->gids.size(), 0);
-    if (ibv_query_device(opened->verbs, &attr) != 0 || ibv_query_port(opened->verbs, 1, &opened->port) != 0 ||
+    cm_device->gids.resize(max_gid_count);
+    const ssize_t gid_count = ibv_query_gid_table(cm_device->verbs, cm_device->gids.data(), cm_device->gids.size(), 0);
+    if (ibv_query_device(cm_device->verbs, &attr) != 0 || ibv_query_port(cm_device->verbs, 1, &cm_device->port) != 0 ||
         gid_count <= 0) {
-        ibv_close_device(opened->verbs);
+        ibv_close_device(cm_device->verbs);
         return nullptr;
     }
-    opened->gids.resize(static_cast<std::size_t>(gid_count));
-    opened->max_responder_resources = static_cast<std::uint8_t>(std::min(attr.max_qp_rd_atom, 255));
-    opened->max_initiator_depth = static_cast<std::uint8_t>(std::min(attr.max_qp_init_rd_atom, 255));
-    return opened;
+    cm_device->gids.resize(static_cast<std::size_t>(gid_count));
+    cm_device->max_responder_resources = static_cast<std::uint8_t>(std::min(attr.max_qp_rd_atom, 255));
+    cm_device->max_initiator_depth = static_cast<std::uint8_t>(std::min(attr.max_qp_init_rd_atom, 255));
+    return cm_device;
 }
 
 // Return the index of the GID from which a RoCE device sends if the source address is not one of its GIDs: the first
 // GID of type RoCE v2, the default of the kernel's connection manager.
 std::uint8_t choose_gid_index(const CmDevice& device) {
-    const auto found_entry = std::find_if(device.gids.begin(), device.gids.end(), [](const ibv_gid_entry& entry) {
+    const auto default_entry = std::find_if(device.gids.begin(), device.gids.end(), [](const ibv_gid_entry& entry) {
         return entry.gid_type == IBV_GID_TYPE_ROCE_V2;
     });
-    return found_entry == device.gids.end() ? 0 : static_cast<std::uint8_t>(found_entry->gid_index);
+    return default_entry == device.gids.end() ? 0 : static_cast<std::uint8_t>(default_entry->gid_index);
 }
 
 } // namespace
 
-const std::vector<std::unique_ptr<CmDevice>>& cm_devices(int* error) {
+const std::vector<std::unique_ptr<CmDevice>>& get_cm_devices(int* error) {
     static auto* const devices = new std::vector<std::unique_ptr<CmDevice>>;
     *error = 0;
     if (!devices->empty()) {
@@ -94,7 +94,7 @@ ibv_xrcd* get_default_xrc_domain(CmDevice* device) {
 
 std::optional<LocalPort> find_local_port(const IpAddress& address) {
     int error = 0;
-    const auto& devices = cm_devices(&error);
+    const auto& devices = get_cm_devices(&error);
     std::optional<LocalPort> local_port;
     for (const auto& device : devices) {
         for (const ibv_gid_entry& entry : device->gids) {
@@ -125,7 +125,7 @@ ibv_context** rdma_get_devices(int* num_devices) {
     }
     int error = 0;
     std::lock_guard lock(manager_mutex());
-    const auto& devices = cm_devices(&error);
+    const auto& devices = get_cm_devices(&error);
     auto** const list =
         error != 0 ? nullptr : static_cast<ibv_context**>(std::calloc(devices.size() + 1, sizeof(ibv_context*)));
     if (list == nullptr) {

@@ -16,22 +16,22 @@ struct CmDevice {
     ibv_port_attr port{};
     std::uint8_t max_responder_resources = 0;
     std::uint8_t max_initiator_depth = 0;
-    // The protection domain of the identifiers that were given none, and the number of its users.
+    // The default protection domain, for identifiers without a domain from the program, and the number of its users.
     ibv_pd* pd = nullptr;
     int pd_user_count = 0;
-    // The XRC domain of the identifiers that were given none. It stays open, as in librdmacm.
+    // The default XRC domain, for identifiers without one from the program. It stays open, as in librdmacm.
     ibv_xrcd* xrc_domain = nullptr;
 };
 
-// Return the devices. They are opened at the first call; a device that cannot be opened is left out. Sets `error` to an
+// Return the devices. They are opened at the first call. A device that cannot be opened is left out. Store in *error an
 // errno if the list of devices cannot be read. The caller holds the lock of the connection manager.
-const std::vector<std::unique_ptr<CmDevice>>& cm_devices(int* error);
+const std::vector<std::unique_ptr<CmDevice>>& get_cm_devices(int* error);
 
-// Return the protection domain of the device, and count a user of it. Return nullptr with errno set on failure.
+// Return the default protection domain of the device, and count a user of it. Return nullptr with errno set on failure.
 ibv_pd* take_default_pd(CmDevice* device);
 void release_default_pd(CmDevice* device);
 
-// Return the XRC domain of the device, or nullptr with errno set on failure.
+// Return the default XRC domain of the device, or nullptr with errno set on failure.
 ibv_xrcd* get_default_xrc_domain(CmDevice* device);
 
 // A device together with the index of one of its GIDs.

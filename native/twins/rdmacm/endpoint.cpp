@@ -1,4 +1,5 @@
-// The endpoint interface: identifiers whose calls wait for their events.
+// The endpoint interface of librdmacm (rdma_create_ep, rdma_get_request): identifiers whose calls wait for their
+// events.
 
 #include <cstring>
 
@@ -24,7 +25,8 @@ int resolve_endpoint(rdma_cm_id* id, const rdma_addrinfo& info) {
     return error != 0 ? error : get_errno(rdma_resolve_route(id, resolve_timeout_ms));
 }
 
-// Give the endpoint its queue pair, or keep the attributes for the queue pairs of its requests.
+// Create the queue pair of an active endpoint. For a passive endpoint, keep the attributes for the queue pairs of its
+// requests.
 int add_queue_pair(Identifier* id, bool is_passive, ibv_pd* pd, ibv_qp_init_attr* attributes) {
     if (attributes == nullptr) {
         return 0;
@@ -43,7 +45,7 @@ int add_queue_pair(Identifier* id, bool is_passive, ibv_pd* pd, ibv_qp_init_attr
 extern "C" {
 
 int rdma_create_ep(rdma_cm_id** id, rdma_addrinfo* res, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
-    return run_entry("rdma_create_ep", [&] {
+    return run_call("rdma_create_ep", [&] {
         if (id == nullptr || res == nullptr) {
             return EINVAL;
         }
@@ -79,7 +81,7 @@ void rdma_destroy_ep(rdma_cm_id* id) {
 }
 
 int rdma_get_request(rdma_cm_id* listen, rdma_cm_id** id) {
-    return run_entry("rdma_get_request", [&] {
+    return run_call("rdma_get_request", [&] {
         Identifier* const listener = get_id(listen);
         if (listener == nullptr || !listener->is_synchronous) {
             return EINVAL;
@@ -95,7 +97,7 @@ int rdma_get_request(rdma_cm_id* listen, rdma_cm_id** id) {
         int error =
             event->status != 0 ? std::abs(event->status) : (event->event == RDMA_CM_EVENT_CONNECT_REQUEST ? 0 : EINVAL);
         if (error == 0 && listener->endpoint_attributes != nullptr) {
-            // A copy, because rdma_create_qp changes the attributes, and the next request needs them unchanged.
+            // Pass a copy, because rdma_create_qp changes the attributes, and the next request needs them unchanged.
             ibv_qp_init_attr attributes = *listener->endpoint_attributes;
             error = get_errno(rdma_create_qp(event->id, listen->pd, &attributes));
             if (error != 0) {

@@ -62,7 +62,7 @@ bool present_join(const QueuedEvent& queued, ProgramEvent* event) {
 }
 
 // Carry out what librdmacm does before the program sees the event. Return false if the program must not see the event.
-bool present(const QueuedEvent& queued, ProgramEvent* event) {
+bool present_event(const QueuedEvent& queued, ProgramEvent* event) {
     Identifier* const id = queued.id;
     event->abi.event = queued.type;
     event->abi.status = queued.status;
@@ -77,16 +77,16 @@ bool present(const QueuedEvent& queued, ProgramEvent* event) {
         }
         event->abi.status = establish_active_side(id);
         event->abi.event = event->abi.status == 0 ? RDMA_CM_EVENT_ESTABLISHED : RDMA_CM_EVENT_CONNECT_ERROR;
-        id->connect_failed = event->abi.status != 0;
+        id->has_connect_failed = event->abi.status != 0;
         return true;
     case RDMA_CM_EVENT_REJECTED:
-        if (id->connect_failed) {
+        if (id->has_connect_failed) {
             return false;
         }
         fail_queue_pair(id);
         return true;
     case RDMA_CM_EVENT_DISCONNECTED:
-        return !id->connect_failed;
+        return !id->has_connect_failed;
     case RDMA_CM_EVENT_MULTICAST_JOIN:
         return present_join(queued, event);
     default:
@@ -109,7 +109,7 @@ void report(Identifier* id, rdma_cm_event_type type, int status) {
     report(id, event);
 }
 
-int complete(Identifier* id) {
+int wait_if_synchronous(Identifier* id) {
     if (!id->is_synchronous) {
         return 0;
     }
@@ -143,28 +143,29 @@ rdma_event_channel* rdma_create_event_channel(void) {
 }
 
 void rdma_destroy_event_channel(rdma_event_channel* channel) {
-    Channel* const object = get_channel(channel);
-    if (object != nullptr && ledger_remove("rdma_event_channel", reinterpret_cast<std::uint64_t>(object))) {
-        delete object;
+    Channel* const channel_object = get_channel(channel);
+    if (channel_object != nullptr &&
+        ledger_remove("rdma_event_channel", reinterpret_cast<std::uint64_t>(channel_object))) {
+        delete channel_object;
     }
 }
 
 int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
-    return run_entry("rdma_get_cm_event", [&] {
-        Channel* const object = get_channel(channel);
-        if (object == nullptr || event == nullptr) {
+    return run_call("rdma_get_cm_event", [&] {
+        Channel* const channel_object = get_channel(channel);
+        if (channel_object == nullptr || event == nullptr) {
             return EINVAL;
         }
         for (;;) {
             auto program_event = std::make_unique<ProgramEvent>();
             QueuedEvent queued;
-            const int error = object->events.take(
+            const int error = channel_object->events.take(
                 &queued, [](const QueuedEvent& taken_event) { taken_event.counter->count_taken(); });
             if (error != 0) {
                 return error;
             }
             program_event->counter = queued.counter;
-            if (present(queued, program_event.get())) {
+            if (present_event(queued, program_event.get())) {
                 ledger_add("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event.get()));
                 *event = &program_event.release()->abi;
                 return 0;
@@ -175,14 +176,16 @@ int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
 }
 
 int rdma_ack_cm_event(rdma_cm_event* event) {
-    return run_entry("rdma_ack_cm_event", [&] {
-        auto* const taken = reinterpret_cast<ProgramEvent*>(event);
-        if (taken == nullptr || !ledger_remove("rdma_cm_event", reinterpret_cast<std::uint64_t>(taken))) {
+    return run_call("rdma_ack_cm_event", [&] {
+        auto* const program_event = reinterpret_cast<ProgramEvent*>(event);
+        if (program_event == nullptr ||
+            !ledger_remove("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event))) {
             return EINVAL;
         }
-        // The counter outlives the identifier, which the waiting thread may free at once.
-        const auto counter = taken->counter;
-        delete taken;
+        // Keep a reference to the counter: after acknowledge(), a thread in rdma_destroy_id may free the identifier at
+        // once.
+        const auto counter = program_event->counter;
+        delete program_event;
         counter->acknowledge(1);
         return 0;
     });

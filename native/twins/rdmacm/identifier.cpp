@@ -14,8 +14,8 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// If the handle is not live, ledger_remove ends the process (the program uses a released object) or returns false (the
-// handle never existed).
+// Return whether the object is live. For another handle, ledger_remove ends the process (the program uses a released
+// object) or returns false (the handle never existed).
 bool is_alive(std::string_view kind, const void* object) {
     const auto handle = reinterpret_cast<std::uint64_t>(object);
     return object != nullptr && (ledger_holds(kind, handle) || ledger_remove(kind, handle));
@@ -53,8 +53,8 @@ Identifier* get_id(rdma_cm_id* id) {
 }
 
 Channel* get_channel(rdma_event_channel* channel) {
-    auto* const object = reinterpret_cast<Channel*>(channel);
-    return is_alive("rdma_event_channel", object) ? object : nullptr;
+    auto* const channel_object = reinterpret_cast<Channel*>(channel);
+    return is_alive("rdma_event_channel", channel_object) ? channel_object : nullptr;
 }
 
 bool is_datagram(const Identifier& id) {
@@ -101,7 +101,7 @@ void set_source(Identifier* id, const IpAddress& address, std::uint16_t port) {
 extern "C" {
 
 int rdma_create_id(rdma_event_channel* channel, rdma_cm_id** id, void* context, rdma_port_space ps) {
-    return run_entry("rdma_create_id", [&] {
+    return run_call("rdma_create_id", [&] {
         if (ps != RDMA_PS_TCP && ps != RDMA_PS_UDP && ps != RDMA_PS_IB && ps != RDMA_PS_IPOIB) {
             return EINVAL;
         }
@@ -111,7 +111,7 @@ int rdma_create_id(rdma_event_channel* channel, rdma_cm_id** id, void* context, 
         int error = 0;
         {
             std::lock_guard lock(manager_mutex());
-            cm_devices(&error);
+            get_cm_devices(&error);
         }
         Identifier* identifier = nullptr;
         const ibv_qp_type qp_type = ps == RDMA_PS_UDP || ps == RDMA_PS_IPOIB ? IBV_QPT_UD : IBV_QPT_RC;
@@ -124,7 +124,7 @@ int rdma_create_id(rdma_event_channel* channel, rdma_cm_id** id, void* context, 
 }
 
 int rdma_destroy_id(rdma_cm_id* id) {
-    return run_entry("rdma_destroy_id", [&] {
+    return run_call("rdma_destroy_id", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -139,7 +139,7 @@ int rdma_destroy_id(rdma_cm_id* id) {
             rdma_ack_cm_event(id->event);
             id->event = nullptr;
         }
-        // As in the real library, wait until the program has acknowledged the events that it took.
+        // As in librdmacm, wait until the program has acknowledged the events that it took.
         identifier->counter->wait_until_acknowledged();
         if (!ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier))) {
             return EINVAL;
@@ -157,7 +157,7 @@ int rdma_destroy_id(rdma_cm_id* id) {
 }
 
 int rdma_migrate_id(rdma_cm_id* id, rdma_event_channel* channel) {
-    return run_entry("rdma_migrate_id", [&] {
+    return run_call("rdma_migrate_id", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr || (identifier->is_synchronous && channel == nullptr)) {
             return EINVAL;
@@ -172,20 +172,20 @@ int rdma_migrate_id(rdma_cm_id* id, rdma_event_channel* channel) {
         }
         rdma_event_channel* const old_channel = id->channel;
         {
-            // Queued events move along, as in the kernel.
+            // Queued events move to the new channel, as in the kernel.
             std::lock_guard lock(manager_mutex());
-            auto* const target = reinterpret_cast<Channel*>(new_channel);
-            std::vector<QueuedEvent> moved;
+            auto* const target_channel = reinterpret_cast<Channel*>(new_channel);
+            std::vector<QueuedEvent> moved_events;
             identifier->channel->events.drop_if([&](const QueuedEvent& event) {
                 if (event.id == identifier) {
-                    moved.push_back(event);
+                    moved_events.push_back(event);
                 }
                 return event.id == identifier;
             });
-            for (const QueuedEvent& event : moved) {
-                target->events.push(event);
+            for (const QueuedEvent& event : moved_events) {
+                target_channel->events.push(event);
             }
-            identifier->channel = target;
+            identifier->channel = target_channel;
         }
         if (identifier->is_synchronous && id->event != nullptr) {
             rdma_ack_cm_event(id->event);

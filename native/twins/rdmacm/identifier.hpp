@@ -34,7 +34,7 @@ struct QueuedEvent {
     std::array<std::uint8_t, 256> private_data{};
     std::uint8_t private_bytes = 0;
     std::shared_ptr<verbs::EventCounter> counter;
-    IpAddress group; // of a multicast join
+    IpAddress group; // the group of a multicast join
 };
 
 struct Channel {
@@ -45,7 +45,7 @@ struct Channel {
 // A claim on a port: sockets whose names reserve the port in this domain.
 struct PortClaim {
     std::uint16_t port = 0; // host byte order; 0: none
-    std::vector<Fd> names;
+    std::vector<Fd> name_sockets;
 };
 
 // A group that the identifier has joined.
@@ -93,24 +93,25 @@ struct Identifier {
     std::uint32_t remote_qp_num = 0, remote_psn = 0;
     std::uint32_t qkey = 0;
     bool is_passive = false;
-    bool is_accepted = false; // passive identifiers only; before, the kernel reports no events
-    bool connect_failed = false;
+    bool is_accepted = false; // the program has accepted the request; until then the program gets no event
+    bool has_connect_failed = false;
     // rdma_create_ep stores these for rdma_connect and rdma_get_request.
     std::unique_ptr<ibv_qp_init_attr> endpoint_attributes;
     std::string connect_data;
     std::vector<Multicast> multicasts;
 };
 
-// Return the identifier of a public structure, or nullptr if the structure never was one. If the identifier was
+// Return the identifier of a public structure, or nullptr if the structure is not an identifier. If the identifier was
 // destroyed, end the process and print the stacks of its destruction and of this call.
 Identifier* get_id(rdma_cm_id* id);
 Channel* get_channel(rdma_event_channel* channel);
 
-// Create an identifier. Without a channel it is synchronous and gets its own one. Return 0 or an errno.
+// Create an identifier. Without a channel, the identifier is synchronous and gets a channel of its own. Return 0 or an
+// errno.
 int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space ps, ibv_qp_type qp_type,
                     Identifier** id);
 
-// Attach the device and the addresses to the identifier, as the library does after it has queried the kernel.
+// Store the device or the source address in the identifier, as librdmacm does after it has queried the kernel.
 void set_local(Identifier* id, const LocalPort& local);
 void set_source(Identifier* id, const IpAddress& address, std::uint16_t port);
 
@@ -120,7 +121,7 @@ void report(Identifier* id, rdma_cm_event_type type, int status = 0);
 
 // Wait for the event of a call on a synchronous identifier, and keep it in `id->event`. Return 0, or the errno or the
 // positive status that the event reports. Does nothing for an identifier with a channel of the program.
-int complete(Identifier* id);
+int wait_if_synchronous(Identifier* id);
 
 bool is_datagram(const Identifier& id);
 

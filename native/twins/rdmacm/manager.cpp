@@ -1,4 +1,4 @@
-// Implements the thread of the connection manager.
+// Implements the thread of the connection manager, which watches descriptors and runs timers.
 
 #include "rdmacm/manager.hpp"
 
@@ -41,28 +41,28 @@ struct Manager {
 
 constexpr Token wake_token = 0;
 
-// Never destroyed, because its thread runs until the process ends.
-Manager& manager() {
+// The manager is never destroyed, because its thread runs until the process ends.
+Manager& get_manager() {
     static auto* const instance = new Manager;
     return *instance;
 }
 
-void add_to_epoll(const Manager& state, int fd, Token token) {
+void add_to_epoll(const Manager& manager, int fd, Token token) {
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = token;
-    if (epoll_ctl(state.epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    if (epoll_ctl(manager.epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
         throw std::system_error(errno, std::generic_category());
     }
 }
 
 // Run the expired timers and return the time until the next one in milliseconds, or -1 if there is none.
-int run_expired_timers(Manager* state) {
+int run_expired_timers(Manager* manager) {
     for (;;) {
-        const auto next = std::min_element(state->timers.begin(), state->timers.end(), [](auto& left, auto& right) {
+        const auto next = std::min_element(manager->timers.begin(), manager->timers.end(), [](auto& left, auto& right) {
             return left.second.deadline < right.second.deadline;
         });
-        if (next == state->timers.end()) {
+        if (next == manager->timers.end()) {
             return -1;
         }
         const auto now = Clock::now();
@@ -72,32 +72,32 @@ int run_expired_timers(Manager* state) {
                    1;
         }
         const auto on_expiry = std::move(next->second.on_expiry);
-        state->timers.erase(next);
+        manager->timers.erase(next);
         on_expiry();
     }
 }
 
 void run_manager() {
-    Manager& state = manager();
+    Manager& manager = get_manager();
     std::array<epoll_event, 32> events{};
     for (;;) {
         int timeout_ms = -1;
         {
-            std::lock_guard lock(state.mutex);
-            timeout_ms = run_expired_timers(&state);
+            std::lock_guard lock(manager.mutex);
+            timeout_ms = run_expired_timers(&manager);
         }
-        const int count = epoll_wait(state.epoll.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
-        std::lock_guard lock(state.mutex);
+        const int count = epoll_wait(manager.epoll.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
+        std::lock_guard lock(manager.mutex);
         for (int index = 0; index < count; ++index) {
             const Token token = events[static_cast<std::size_t>(index)].data.u64;
             if (token == wake_token) {
                 eventfd_t value = 0;
-                eventfd_read(state.wake.get(), &value);
+                eventfd_read(manager.wake.get(), &value);
                 continue;
             }
             // An earlier event of this round may have removed the watch.
-            const auto entry = state.watches.find(token);
-            if (entry != state.watches.end()) {
+            const auto entry = manager.watches.find(token);
+            if (entry != manager.watches.end()) {
                 const auto on_readable = entry->second.on_readable;
                 on_readable();
             }
@@ -105,55 +105,55 @@ void run_manager() {
     }
 }
 
-void start_if_needed(Manager* state) {
-    if (state->is_started) {
+void start_if_needed(Manager* manager) {
+    if (manager->is_started) {
         return;
     }
-    state->epoll = Fd(epoll_create1(EPOLL_CLOEXEC));
-    state->wake = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!state->epoll || !state->wake) {
+    manager->epoll = Fd(epoll_create1(EPOLL_CLOEXEC));
+    manager->wake = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!manager->epoll || !manager->wake) {
         throw std::system_error(errno, std::generic_category());
     }
-    add_to_epoll(*state, state->wake.get(), wake_token);
+    add_to_epoll(*manager, manager->wake.get(), wake_token);
     start_signal_blocking_thread(run_manager).detach();
-    state->is_started = true;
+    manager->is_started = true;
 }
 
 } // namespace
 
 std::mutex& manager_mutex() {
-    return manager().mutex;
+    return get_manager().mutex;
 }
 
 Token watch(int fd, std::function<void()> on_readable) {
-    Manager& state = manager();
-    start_if_needed(&state);
-    const Token token = ++state.last_token;
-    add_to_epoll(state, fd, token);
-    state.watches.emplace(token, Watch{fd, std::move(on_readable)});
+    Manager& manager = get_manager();
+    start_if_needed(&manager);
+    const Token token = ++manager.last_token;
+    add_to_epoll(manager, fd, token);
+    manager.watches.emplace(token, Watch{fd, std::move(on_readable)});
     return token;
 }
 
 void unwatch(Token token) {
-    Manager& state = manager();
-    const auto entry = state.watches.find(token);
-    if (entry != state.watches.end()) {
-        epoll_ctl(state.epoll.get(), EPOLL_CTL_DEL, entry->second.fd, nullptr);
-        state.watches.erase(entry);
+    Manager& manager = get_manager();
+    const auto entry = manager.watches.find(token);
+    if (entry != manager.watches.end()) {
+        epoll_ctl(manager.epoll.get(), EPOLL_CTL_DEL, entry->second.fd, nullptr);
+        manager.watches.erase(entry);
     }
 }
 
 Token start_timer(std::chrono::milliseconds delay, std::function<void()> on_expiry) {
-    Manager& state = manager();
-    start_if_needed(&state);
-    const Token token = ++state.last_token;
-    state.timers.emplace(token, Timer{Clock::now() + delay, std::move(on_expiry)});
-    eventfd_write(state.wake.get(), 1);
+    Manager& manager = get_manager();
+    start_if_needed(&manager);
+    const Token token = ++manager.last_token;
+    manager.timers.emplace(token, Timer{Clock::now() + delay, std::move(on_expiry)});
+    eventfd_write(manager.wake.get(), 1);
     return token;
 }
 
 void cancel_timer(Token token) {
-    manager().timers.erase(token);
+    get_manager().timers.erase(token);
 }
 
 } // namespace gdrkit::twin::rdmacm

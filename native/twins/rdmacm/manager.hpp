@@ -15,7 +15,7 @@ std::mutex& manager_mutex();
 using Token = std::uint64_t; // 0: none
 
 // Until unwatch is called, call `on_readable` whenever the descriptor is readable or at its end of file. The thread of
-// the manager makes this call, with the lock held. The caller of this function and of those below holds the lock.
+// the manager makes this call, with the lock held. The caller of watch and of the functions below holds the lock.
 Token watch(int fd, std::function<void()> on_readable);
 void unwatch(Token token);
 

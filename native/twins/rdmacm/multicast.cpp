@@ -1,5 +1,5 @@
-// Joins and leaves multicast groups. On Ethernet a join needs no other process: the device receives what is sent to the
-// group once a queue pair is attached.
+// Joins and leaves multicast groups. On Ethernet a join needs no other process: once a queue pair is attached, the
+// device receives the datagrams of the group.
 
 #include "rdmacm/multicast.hpp"
 
@@ -23,7 +23,7 @@ ibv_gid make_group_gid(const IpAddress& address) {
     return address.bytes;
 }
 
-int join(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, void* context) {
+int join_group(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, void* context) {
     Identifier* const id = get_id(public_id);
     if (id == nullptr || get_address_length(address) == 0 || !is_datagram(*id)) {
         return EINVAL;
@@ -73,25 +73,25 @@ int attach_to_group(Identifier* id, const IpAddress& address, void** context) {
 extern "C" {
 
 int rdma_join_multicast(rdma_cm_id* id, sockaddr* addr, void* context) {
-    return run_entry("rdma_join_multicast", [&] {
-        const int error = join(id, addr, flag_full_member, context);
-        return error != 0 ? error : complete(get_id(id));
+    return run_call("rdma_join_multicast", [&] {
+        const int error = join_group(id, addr, flag_full_member, context);
+        return error != 0 ? error : wait_if_synchronous(get_id(id));
     });
 }
 
 int rdma_join_multicast_ex(rdma_cm_id* id, rdma_cm_join_mc_attr_ex* attr, void* context) {
-    return run_entry("rdma_join_multicast_ex", [&] {
+    return run_call("rdma_join_multicast_ex", [&] {
         if (attr == nullptr || (attr->comp_mask & ~(join_attr_address | join_attr_flags)) != 0 ||
             (attr->comp_mask & join_attr_address) == 0 || (attr->comp_mask & join_attr_flags) == 0) {
             return EINVAL;
         }
-        const int error = join(id, attr->addr, attr->join_flags, context);
-        return error != 0 ? error : complete(get_id(id));
+        const int error = join_group(id, attr->addr, attr->join_flags, context);
+        return error != 0 ? error : wait_if_synchronous(get_id(id));
     });
 }
 
 int rdma_leave_multicast(rdma_cm_id* id, sockaddr* addr) {
-    return run_entry("rdma_leave_multicast", [&] {
+    return run_call("rdma_leave_multicast", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr || get_address_length(addr) == 0) {
             return EINVAL;

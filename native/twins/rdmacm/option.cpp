@@ -1,4 +1,4 @@
-// rdma_set_option: the options of identifiers, among them a route that the program gives.
+// rdma_set_option sets the options of identifiers. With one option, the program itself gives the route.
 
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// Copy the value of an option of exactly this type.
+// Copy the value of an option. Return false if the value does not have exactly the size of this type.
 template <typename Value> bool read_value(const void* value, std::size_t length, Value* copy) {
     if (value == nullptr || length != sizeof *copy) {
         return false;
@@ -72,7 +72,7 @@ int set_path(Identifier* id, const void* value, std::size_t length) {
 } // namespace
 
 extern "C" int rdma_set_option(rdma_cm_id* id, int level, int optname, void* optval, std::size_t optlen) {
-    return run_entry("rdma_set_option", [&] {
+    return run_call("rdma_set_option", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;

@@ -33,7 +33,7 @@ std::string make_port_text(rdma_port_space ps, std::uint16_t port) {
 
 // Return the FNV-1a hash of an address. If two addresses had the same hash, a port could be claimed for only one of
 // them. No request would reach a wrong listener, because a listener compares the address in the request with its own.
-std::string hash_text(const ibv_gid& address) {
+std::string hash_address(const ibv_gid& address) {
     std::uint32_t hash = 0x811c9dc5U;
     for (const std::uint8_t byte : address.raw) {
         hash = (hash ^ byte) * 0x01000193U;
@@ -43,10 +43,10 @@ std::string hash_text(const ibv_gid& address) {
     return text;
 }
 
-// Return the last part of a name: the address, or one of the wildcards.
+// Return the last part of a name: the hash of the address, or a wildcard.
 std::string make_address_text(const Identifier& id, const IpAddress& address) {
     if (!address.is_any()) {
-        return hash_text(address.bytes);
+        return hash_address(address.bytes);
     }
     if (address.family == AF_INET) {
         return std::string(any_ipv4);
@@ -54,45 +54,45 @@ std::string make_address_text(const Identifier& id, const IpAddress& address) {
     return std::string(id.ipv6_only ? any_ipv6 : any_of_both);
 }
 
-std::string claim_name(rdma_port_space ps, std::uint16_t port, std::string_view address) {
+std::string make_claim_name(rdma_port_space ps, std::uint16_t port, std::string_view address) {
     return "cmport." + make_port_text(ps, port) + "." + std::string(address);
 }
 
 // Return all addresses that an identifier on this host can be bound to, each as the last part of a name.
-std::vector<std::string> list_specific_addresses(bool ipv4, bool ipv6) {
+std::vector<std::string> list_specific_addresses(bool covers_ipv4, bool covers_ipv6) {
     std::set<std::string> names;
     for (const IpAddress& address : list_host_addresses()) {
-        if ((address.family == AF_INET && ipv4) || (address.family == AF_INET6 && ipv6)) {
-            names.insert(hash_text(address.bytes));
+        if ((address.family == AF_INET && covers_ipv4) || (address.family == AF_INET6 && covers_ipv6)) {
+            names.insert(hash_address(address.bytes));
         }
     }
     int error = 0;
-    for (const auto& device : cm_devices(&error)) {
+    for (const auto& device : get_cm_devices(&error)) {
         for (const ibv_gid_entry& entry : device->gids) {
-            names.insert(hash_text(entry.gid));
+            names.insert(hash_address(entry.gid));
         }
     }
     return {names.begin(), names.end()};
 }
 
 // Return the last parts of the names of claims that conflict with a claim of this address.
-std::vector<std::string> list_conflicting_addresses(const IpAddress& address, std::string_view own) {
-    const bool ipv4 = own == any_ipv4 || own == any_of_both;
-    const bool ipv6 = own == any_ipv6 || own == any_of_both;
-    std::vector<std::string> others;
+std::vector<std::string> list_conflicting_addresses(const IpAddress& address, std::string_view own_part) {
+    const bool covers_ipv4 = own_part == any_ipv4 || own_part == any_of_both;
+    const bool covers_ipv6 = own_part == any_ipv6 || own_part == any_of_both;
+    std::vector<std::string> conflicting_parts;
     if (address.is_any()) {
-        others = list_specific_addresses(ipv4, ipv6);
+        conflicting_parts = list_specific_addresses(covers_ipv4, covers_ipv6);
     }
-    if (own != any_ipv4 && (ipv4 || address.family == AF_INET)) {
-        others.emplace_back(any_ipv4);
+    if (own_part != any_ipv4 && (covers_ipv4 || address.family == AF_INET)) {
+        conflicting_parts.emplace_back(any_ipv4);
     }
-    if (own != any_ipv6 && (ipv6 || address.family == AF_INET6)) {
-        others.emplace_back(any_ipv6);
+    if (own_part != any_ipv6 && (covers_ipv6 || address.family == AF_INET6)) {
+        conflicting_parts.emplace_back(any_ipv6);
     }
-    if (own != any_of_both) {
-        others.emplace_back(any_of_both);
+    if (own_part != any_of_both) {
+        conflicting_parts.emplace_back(any_of_both);
     }
-    return others;
+    return conflicting_parts;
 }
 
 // Lock a port against claims by other processes, because two concurrent claims would see each other's temporary names.
@@ -111,17 +111,17 @@ Fd lock_port(rdma_port_space ps, std::uint16_t port) {
 
 int claim_one_port(Identifier* id, const IpAddress& address, std::uint16_t port) {
     const Fd lock = lock_port(id->abi.ps, port);
-    const std::string own = make_address_text(*id, address);
-    Fd claim(listen_on(claim_name(id->abi.ps, port, own)));
+    const std::string own_part = make_address_text(*id, address);
+    Fd claim(listen_on(make_claim_name(id->abi.ps, port, own_part)));
     if (!claim) {
         return EADDRINUSE;
     }
-    for (const std::string& other : list_conflicting_addresses(address, own)) {
-        if (!Fd(listen_on(claim_name(id->abi.ps, port, other)))) {
+    for (const std::string& other : list_conflicting_addresses(address, own_part)) {
+        if (!Fd(listen_on(make_claim_name(id->abi.ps, port, other)))) {
             return EADDRINUSE;
         }
     }
-    id->claim.names.push_back(std::move(claim));
+    id->claim.name_sockets.push_back(std::move(claim));
     return 0;
 }
 
@@ -148,7 +148,7 @@ int claim_port(Identifier* id, const IpAddress& address, std::uint16_t port) {
 }
 
 int claim_exclusively(Identifier* id) {
-    if (!id->claim.names.empty()) {
+    if (!id->claim.name_sockets.empty()) {
         return 0;
     }
     return claim_one_port(id, get_ip(&id->abi.route.addr.src_addr), id->claim.port);
@@ -159,7 +159,7 @@ std::vector<std::string> list_listener_names(const Identifier& id) {
     std::set<std::string> gids;
     int error = 0;
     if (address.is_any()) {
-        for (const auto& device : cm_devices(&error)) {
+        for (const auto& device : get_cm_devices(&error)) {
             for (const ibv_gid_entry& entry : device->gids) {
                 gids.insert(format_gid(entry.gid));
             }
@@ -177,9 +177,10 @@ std::vector<std::string> list_listener_names(const Identifier& id) {
 
 std::vector<std::string> list_names_to_try(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address,
                                            std::uint16_t port) {
-    const std::string begin = "cm." + format_gid(gid) + "." + make_port_text(ps, port) + ".";
+    const std::string name_prefix = "cm." + format_gid(gid) + "." + make_port_text(ps, port) + ".";
     const std::string_view any_of_family = address.family == AF_INET ? any_ipv4 : any_ipv6;
-    return {begin + hash_text(address.bytes), begin + std::string(any_of_family), begin + std::string(any_of_both)};
+    return {name_prefix + hash_address(address.bytes), name_prefix + std::string(any_of_family),
+            name_prefix + std::string(any_of_both)};
 }
 
 } // namespace gdrkit::twin::rdmacm

@@ -1,5 +1,5 @@
-// The ports of the port spaces, and the names of the sockets of listeners. The processes of one domain (those whose
-// twins reach each other, see model/config.hpp) share them.
+// The ports of the port spaces, and the names of the sockets of listeners. The processes of one domain, whose twins
+// reach each other (see model/config.hpp), share the ports.
 #pragma once
 
 #include "rdmacm/identifier.hpp"

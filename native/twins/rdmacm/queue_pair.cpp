@@ -14,7 +14,7 @@ namespace {
 // The timeout of a request, 4.096 us * 2^18: the packet life time and the acknowledgement delay of the devices.
 constexpr std::uint8_t default_timeout = 18;
 
-int modify(Identifier* id, ibv_qp_state state, std::uint8_t responder_resources, std::uint8_t initiator_depth) {
+int move_to_state(Identifier* id, ibv_qp_state state, std::uint8_t responder_resources, std::uint8_t initiator_depth) {
     ibv_qp_attr attr{};
     int mask = 0;
     attr.qp_state = state;
@@ -47,7 +47,7 @@ int make_datagram_queue_ready(Identifier* id) {
 
 void destroy_queues(rdma_cm_id* id) {
     if (id->qp_type == IBV_QPT_XRC_RECV && id->srq != nullptr) {
-        return; // the shared receive queue uses them
+        return; // the shared receive queue uses the completion queues
     }
     for (auto [queue, channel] :
          {std::pair(&id->recv_cq, &id->recv_cq_channel), {&id->send_cq, &id->send_cq_channel}}) {
@@ -63,13 +63,13 @@ void destroy_queues(rdma_cm_id* id) {
 }
 
 // Create a completion queue with its channel. Return 0 or an errno.
-int make_queue(rdma_cm_id* id, std::uint32_t size, ibv_comp_channel** channel, ibv_cq** queue) {
+int make_queue(rdma_cm_id* id, std::uint32_t entry_count, ibv_comp_channel** channel, ibv_cq** queue) {
     *channel = ibv_create_comp_channel(id->verbs);
-    *queue = *channel == nullptr ? nullptr : ibv_create_cq(id->verbs, static_cast<int>(size), id, *channel, 0);
+    *queue = *channel == nullptr ? nullptr : ibv_create_cq(id->verbs, static_cast<int>(entry_count), id, *channel, 0);
     return *queue == nullptr ? errno : 0;
 }
 
-// Create the completion queues that the program did not give.
+// Create the completion queues for which the program gave no queue. A size of 0 means that a queue exists.
 int make_queues(rdma_cm_id* id, std::uint32_t send_size, std::uint32_t receive_size) {
     int error = receive_size == 0 ? 0 : make_queue(id, receive_size, &id->recv_cq_channel, &id->recv_cq);
     if (error == 0 && send_size != 0) {
@@ -83,8 +83,8 @@ int make_queues(rdma_cm_id* id, std::uint32_t send_size, std::uint32_t receive_s
 
 // Return the protection domain for a queue pair or a receive queue of the identifier; nullptr with errno set on
 // failure.
-ibv_pd* choose_pd(Identifier* id, ibv_pd* given) {
-    ibv_pd* const pd = given != nullptr ? given : id->abi.pd;
+ibv_pd* choose_pd(Identifier* id, ibv_pd* requested) {
+    ibv_pd* const pd = requested != nullptr ? requested : id->abi.pd;
     if (pd == nullptr || pd->context != id->abi.verbs) {
         errno = pd == nullptr ? ENOMEM : EINVAL;
         return nullptr;
@@ -92,9 +92,9 @@ ibv_pd* choose_pd(Identifier* id, ibv_pd* given) {
     return pd;
 }
 
-ibv_xrcd* choose_xrc_domain(Identifier* id, ibv_xrcd* given) {
+ibv_xrcd* choose_xrc_domain(Identifier* id, ibv_xrcd* requested) {
     std::lock_guard lock(manager_mutex());
-    return given != nullptr ? given : get_default_xrc_domain(id->local->device);
+    return requested != nullptr ? requested : get_default_xrc_domain(id->local->device);
 }
 
 int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
@@ -106,15 +106,15 @@ int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
         (abi.send_cq != nullptr && attr->send_cq != nullptr && abi.send_cq != attr->send_cq)) {
         return EINVAL;
     }
-    const bool receives_only = abi.qp_type == IBV_QPT_XRC_RECV;
-    if (receives_only) {
+    const bool is_receive_only = abi.qp_type == IBV_QPT_XRC_RECV;
+    if (is_receive_only) {
         attr->xrcd = choose_xrc_domain(id, (attr->comp_mask & IBV_QP_INIT_ATTR_XRCD) != 0 ? attr->xrcd : nullptr);
         attr->comp_mask |= IBV_QP_INIT_ATTR_XRCD;
     } else {
         attr->pd = choose_pd(id, (attr->comp_mask & IBV_QP_INIT_ATTR_PD) != 0 ? attr->pd : nullptr);
         attr->comp_mask |= IBV_QP_INIT_ATTR_PD;
     }
-    if (receives_only ? attr->xrcd == nullptr : attr->pd == nullptr) {
+    if (is_receive_only ? attr->xrcd == nullptr : attr->pd == nullptr) {
         return errno;
     }
     attr->srq = attr->srq == nullptr ? abi.srq : attr->srq;
@@ -129,7 +129,7 @@ int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
     int error = qp == nullptr ? errno : 0;
     if (error == 0) {
         abi.qp = qp;
-        error = is_datagram(*id) ? make_datagram_queue_ready(id) : modify(id, IBV_QPS_INIT, 0, 0);
+        error = is_datagram(*id) ? make_datagram_queue_ready(id) : move_to_state(id, IBV_QPS_INIT, 0, 0);
         if (error != 0) {
             abi.qp = nullptr;
             ibv_destroy_qp(qp);
@@ -139,18 +139,18 @@ int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
         destroy_queues(&abi);
         return error;
     }
-    abi.pd = receives_only ? abi.pd : qp->pd;
+    abi.pd = is_receive_only ? abi.pd : qp->pd;
     return 0;
 }
 
-// Give a shared receive queue of XRC the domain and the completion queue that the program did not give.
+// Fill in the XRC domain and the completion queue of a shared receive queue, if the program gave none.
 int complete_xrc_attributes(Identifier* id, ibv_srq_init_attr_ex* attr) {
     attr->xrcd = choose_xrc_domain(id, (attr->comp_mask & IBV_SRQ_INIT_ATTR_XRCD) != 0 ? attr->xrcd : nullptr);
     if (attr->xrcd == nullptr) {
         return errno;
     }
     if ((attr->comp_mask & IBV_SRQ_INIT_ATTR_CQ) == 0 || attr->cq == nullptr) {
-        // The queue pair of the identifier may have made the queue.
+        // The queue may exist already, if the identifier has a queue pair.
         const int error = id->abi.recv_cq != nullptr ? 0 : make_queues(&id->abi, 0, attr->attr.max_wr);
         if (error != 0) {
             return error;
@@ -271,10 +271,10 @@ int make_ready(Identifier* id, std::uint8_t responder_resources, std::uint8_t in
     if (id->abi.qp == nullptr) {
         return 0;
     }
-    // The access flags of the connection are set by a second transition to INIT, as librdmacm does.
-    int error = modify(id, IBV_QPS_INIT, 0, 0);
-    error = error != 0 ? error : modify(id, IBV_QPS_RTR, responder_resources, initiator_depth);
-    return error != 0 ? error : modify(id, IBV_QPS_RTS, responder_resources, initiator_depth);
+    // A second transition to INIT sets the access flags of the connection, as in librdmacm.
+    int error = move_to_state(id, IBV_QPS_INIT, 0, 0);
+    error = error != 0 ? error : move_to_state(id, IBV_QPS_RTR, responder_resources, initiator_depth);
+    return error != 0 ? error : move_to_state(id, IBV_QPS_RTS, responder_resources, initiator_depth);
 }
 
 int establish_active_side(Identifier* id) {
@@ -306,14 +306,14 @@ void fail_queue_pair(Identifier* id) {
 extern "C" {
 
 int rdma_create_qp_ex(rdma_cm_id* id, ibv_qp_init_attr_ex* qp_init_attr) {
-    return run_entry("rdma_create_qp_ex", [&] {
+    return run_call("rdma_create_qp_ex", [&] {
         Identifier* const identifier = get_id(id);
         return identifier == nullptr ? EINVAL : create_queue_pair(identifier, qp_init_attr);
     });
 }
 
 int rdma_create_qp(rdma_cm_id* id, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
-    return run_entry("rdma_create_qp", [&] {
+    return run_call("rdma_create_qp", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -343,14 +343,14 @@ void rdma_destroy_qp(rdma_cm_id* id) {
 }
 
 int rdma_create_srq_ex(rdma_cm_id* id, ibv_srq_init_attr_ex* attr) {
-    return run_entry("rdma_create_srq_ex", [&] {
+    return run_call("rdma_create_srq_ex", [&] {
         Identifier* const identifier = get_id(id);
         return identifier == nullptr ? EINVAL : create_receive_queue(identifier, attr);
     });
 }
 
 int rdma_create_srq(rdma_cm_id* id, ibv_pd* pd, ibv_srq_init_attr* attr) {
-    return run_entry("rdma_create_srq", [&] {
+    return run_call("rdma_create_srq", [&] {
         Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -380,7 +380,7 @@ void rdma_destroy_srq(rdma_cm_id* id) {
 }
 
 int rdma_init_qp_attr(rdma_cm_id* id, ibv_qp_attr* qp_attr, int* qp_attr_mask) {
-    return run_entry("rdma_init_qp_attr", [&] {
+    return run_call("rdma_init_qp_attr", [&] {
         const Identifier* const identifier = get_id(id);
         std::lock_guard lock(manager_mutex());
         return identifier == nullptr ? EINVAL : fill_attributes(*identifier, qp_attr, qp_attr_mask);

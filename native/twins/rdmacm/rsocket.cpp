@@ -1,4 +1,4 @@
-// The parts that all rsockets have in common: their numbers, addresses and options.
+// The common parts of all rsockets (sockets over RDMA, man 7 rsocket): their numbers, addresses and options.
 
 #include "rdmacm/rsocket.hpp"
 
@@ -25,7 +25,7 @@ struct SocketTable {
     std::map<int, std::shared_ptr<RdmaSocket>> sockets;
 };
 
-SocketTable& table() {
+SocketTable& socket_table() {
     static auto* const instance = new SocketTable;
     return *instance;
 }
@@ -81,10 +81,10 @@ template <typename Value> int copy_value(const Value& source, void* value, sockl
 } // namespace
 
 std::shared_ptr<RdmaSocket> find_socket(int number) {
-    SocketTable& state = table();
-    std::lock_guard lock(state.mutex);
-    const auto entry = state.sockets.find(number);
-    if (entry == state.sockets.end()) {
+    SocketTable& table = socket_table();
+    std::lock_guard lock(table.mutex);
+    const auto entry = table.sockets.find(number);
+    if (entry == table.sockets.end()) {
         errno = EBADF;
         return nullptr;
     }
@@ -92,15 +92,15 @@ std::shared_ptr<RdmaSocket> find_socket(int number) {
 }
 
 void add_socket(const std::shared_ptr<RdmaSocket>& socket) {
-    SocketTable& state = table();
-    std::lock_guard lock(state.mutex);
-    state.sockets[socket->number()] = socket;
+    SocketTable& table = socket_table();
+    std::lock_guard lock(table.mutex);
+    table.sockets[socket->number()] = socket;
 }
 
 void remove_socket(int number) {
-    SocketTable& state = table();
-    std::lock_guard lock(state.mutex);
-    state.sockets.erase(number);
+    SocketTable& table = socket_table();
+    std::lock_guard lock(table.mutex);
+    table.sockets.erase(number);
 }
 
 int RdmaSocket::open() {
@@ -199,7 +199,7 @@ int RdmaSocket::get_option(int level, int name, void* value, socklen_t* length) 
         return EFAULT;
     }
     if (level == SOL_SOCKET && name == SO_ERROR) {
-        ready_events(); // learn about events that have happened
+        get_ready_events(); // learn about events that have happened
         SocketLock lock(mutex_);
         return copy_value(take_error(), value, length);
     }

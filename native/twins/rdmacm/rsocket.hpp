@@ -1,5 +1,5 @@
 // rsockets: sockets whose data moves over queue pairs. The number of an rsocket is the descriptor of its event channel,
-// as in the real library.
+// as in librdmacm.
 #pragma once
 
 #include <poll.h>
@@ -20,7 +20,7 @@ namespace gdrkit::twin::rdmacm {
 // A waiting thread checks its condition again after this time, because another call may have consumed the notification.
 inline constexpr int wake_up_interval_ms = 100;
 
-// Set in wr_id of a receive. The low 32 bits are the number of the slot, as in wr_id of a send.
+// This bit is set in the wr_id of a receive. The low 32 bits of every wr_id are the number of the slot.
 inline constexpr std::uint64_t receive_mark = 1ULL << 32;
 
 using SocketLock = std::unique_lock<std::mutex>;
@@ -62,21 +62,22 @@ public:
     virtual int listen(int backlog) = 0;
     virtual int accept(std::shared_ptr<RdmaSocket>* accepted) = 0;
     virtual int connect(sockaddr* address, socklen_t length) = 0;
-    // Move bytes and count them in *moved. If a receive returns 0 and moves no bytes, the stream has ended.
-    virtual int send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved) = 0;
-    virtual int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved) = 0;
+    // Move bytes and count them in *moved_bytes. If a receive returns 0 and moves no bytes, the stream has ended.
+    virtual int send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved_bytes) = 0;
+    virtual int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source,
+                        std::size_t* moved_bytes) = 0;
     virtual int shut_down(int how) = 0;
     virtual int close() = 0;
     // Return the events among POLLIN, POLLOUT, POLLHUP and POLLERR that are true now.
-    virtual short ready_events() = 0;
-    // Make the descriptors of wait_descriptors() readable at the next change.
+    virtual short get_ready_events() = 0;
+    // Make the descriptors of list_wait_descriptors() readable at the next change.
     void arm();
     void drain_notifications();
-    std::vector<int> wait_descriptors();
+    std::vector<int> list_wait_descriptors();
 
     virtual int map(void* buffer, std::size_t length, int protection, off_t* offset);
     virtual int unmap(void* buffer, std::size_t length);
-    virtual int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved);
+    virtual int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved_bytes);
 
     int get_local_address(sockaddr* address, socklen_t* length);
     int get_peer_address(sockaddr* address, socklen_t* length); // ENOTCONN if there is no connection
@@ -100,20 +101,21 @@ protected:
     int post_receive(unsigned slot);
     // Post a request with the first `size_bytes` bytes of a send slot. If that fails, the slot is free again.
     int post_slot(unsigned slot, std::size_t size_bytes, ibv_send_wr* request);
-    std::uint8_t* receive_slot(unsigned slot) { return receive_memory_.data() + slot * sizes_.receive_slot_bytes; }
-    std::uint8_t* send_slot(unsigned slot) { return send_memory_.data() + slot * sizes_.send_slot_bytes; }
+    std::uint8_t* get_receive_slot(unsigned slot) { return receive_memory_.data() + slot * sizes_.receive_slot_bytes; }
+    std::uint8_t* get_send_slot(unsigned slot) { return send_memory_.data() + slot * sizes_.send_slot_bytes; }
     unsigned take_send_slot();
 
     // Wait until the condition holds. Return 0, EAGAIN if the call must not block or the timeout has passed, or EINTR.
     // A timeout of -1 means no limit.
-    template <typename Condition> int wait(SocketLock* lock, bool nonblocking, Condition is_met, int timeout_ms = -1) {
+    template <typename Condition>
+    int wait(SocketLock* lock, bool must_not_block, Condition is_met, int timeout_ms = -1) {
         const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
         for (;;) {
             progress();
             if (is_met()) {
                 return 0;
             }
-            if (nonblocking || (timeout_ms >= 0 && std::chrono::steady_clock::now() >= deadline)) {
+            if (must_not_block || (timeout_ms >= 0 && std::chrono::steady_clock::now() >= deadline)) {
                 return EAGAIN;
             }
             if (const int error = wait_for_change(lock, is_met); error != 0) {
@@ -133,7 +135,7 @@ protected:
         lock->unlock();
         arm();
         lock->lock();
-        progress(); // takes completions from before arm(), which cause no notification
+        progress(); // takes the completions that arrived before arm(), because they cause no notification
         int error = 0;
         if (!is_met()) {
             lock->unlock();

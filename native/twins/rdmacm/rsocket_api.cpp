@@ -1,4 +1,4 @@
-// The functions of rsocket.h for one rsocket.
+// The exported functions of rsocket.h that act on one rsocket. rpoll and rselect are in rsocket_poll.cpp.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -15,32 +15,33 @@ namespace gdrkit::twin::rdmacm {
 namespace {
 
 // Run a call on the rsocket of this number. The body returns 0 or an errno.
-template <typename Body> int run_socket_entry(std::string_view function, int number, Body&& body) {
-    return run_entry(function, [&] {
+template <typename Body> int run_socket_call(std::string_view function, int number, Body&& body) {
+    return run_call(function, [&] {
         const auto socket = find_socket(number);
         return socket == nullptr ? EBADF : body(*socket);
     });
 }
 
-// The same for a call that returns a number of bytes.
-template <typename Body> ssize_t run_bytes_entry(std::string_view function, int number, Body&& body) {
-    std::size_t moved = 0;
-    const int result = run_socket_entry(function, number, [&](RdmaSocket& socket) { return body(socket, &moved); });
-    return result == 0 ? static_cast<ssize_t>(moved) : -1;
+// Run a call that returns a number of bytes. The body stores this number, and returns 0 or an errno.
+template <typename Body> ssize_t run_bytes_call(std::string_view function, int number, Body&& body) {
+    std::size_t moved_bytes = 0;
+    const int result =
+        run_socket_call(function, number, [&](RdmaSocket& socket) { return body(socket, &moved_bytes); });
+    return result == 0 ? static_cast<ssize_t>(moved_bytes) : -1;
 }
 
 ssize_t send_parts(std::string_view function, int number, std::span<const iovec> parts, int flags,
                    const sockaddr* destination = nullptr) {
-    return run_bytes_entry(function, number, [&](RdmaSocket& socket, std::size_t* moved) {
-        return socket.send(parts, flags, const_cast<sockaddr*>(destination), moved);
+    return run_bytes_call(function, number, [&](RdmaSocket& socket, std::size_t* moved_bytes) {
+        return socket.send(parts, flags, const_cast<sockaddr*>(destination), moved_bytes);
     });
 }
 
 ssize_t receive_parts(std::string_view function, int number, std::span<const iovec> parts, int flags,
                       sockaddr* source = nullptr, socklen_t* source_length = nullptr) {
-    return run_bytes_entry(function, number, [&](RdmaSocket& socket, std::size_t* moved) {
+    return run_bytes_call(function, number, [&](RdmaSocket& socket, std::size_t* moved_bytes) {
         sockaddr_storage storage{};
-        const int error = socket.receive(parts, flags, source == nullptr ? nullptr : &storage, moved);
+        const int error = socket.receive(parts, flags, source == nullptr ? nullptr : &storage, moved_bytes);
         if (error == 0 && source != nullptr && source_length != nullptr) {
             const socklen_t length = get_address_length(reinterpret_cast<const sockaddr*>(&storage));
             std::memcpy(source, &storage, std::min(*source_length, length));
@@ -60,7 +61,7 @@ extern "C" {
 
 int rsocket(int domain, int type, int protocol) {
     int number = -1;
-    const int result = run_entry("rsocket", [&] {
+    const int result = run_call("rsocket", [&] {
         const bool is_stream = type == SOCK_STREAM && (protocol == 0 || protocol == IPPROTO_TCP);
         const bool is_datagram = type == SOCK_DGRAM && (protocol == 0 || protocol == IPPROTO_UDP);
         if ((domain != AF_INET && domain != AF_INET6) || (!is_stream && !is_datagram)) {
@@ -78,19 +79,20 @@ int rsocket(int domain, int type, int protocol) {
 }
 
 int rbind(int socket, const sockaddr* addr, socklen_t addrlen) {
-    return run_socket_entry("rbind", socket,
-                            [&](RdmaSocket& object) { return object.bind(const_cast<sockaddr*>(addr), addrlen); });
+    return run_socket_call("rbind", socket, [&](RdmaSocket& rdma_socket) {
+        return rdma_socket.bind(const_cast<sockaddr*>(addr), addrlen);
+    });
 }
 
 int rlisten(int socket, int backlog) {
-    return run_socket_entry("rlisten", socket, [&](RdmaSocket& object) { return object.listen(backlog); });
+    return run_socket_call("rlisten", socket, [&](RdmaSocket& rdma_socket) { return rdma_socket.listen(backlog); });
 }
 
 int raccept(int socket, sockaddr* addr, socklen_t* addrlen) {
     int number = -1;
-    const int result = run_socket_entry("raccept", socket, [&](RdmaSocket& object) {
+    const int result = run_socket_call("raccept", socket, [&](RdmaSocket& rdma_socket) {
         std::shared_ptr<RdmaSocket> accepted;
-        const int error = object.accept(&accepted);
+        const int error = rdma_socket.accept(&accepted);
         if (error != 0) {
             return error;
         }
@@ -105,19 +107,20 @@ int raccept(int socket, sockaddr* addr, socklen_t* addrlen) {
 }
 
 int rconnect(int socket, const sockaddr* addr, socklen_t addrlen) {
-    return run_socket_entry("rconnect", socket,
-                            [&](RdmaSocket& object) { return object.connect(const_cast<sockaddr*>(addr), addrlen); });
+    return run_socket_call("rconnect", socket, [&](RdmaSocket& rdma_socket) {
+        return rdma_socket.connect(const_cast<sockaddr*>(addr), addrlen);
+    });
 }
 
 int rshutdown(int socket, int how) {
-    return run_socket_entry("rshutdown", socket, [&](RdmaSocket& object) {
-        return how == SHUT_RD || how == SHUT_WR || how == SHUT_RDWR ? object.shut_down(how) : EINVAL;
+    return run_socket_call("rshutdown", socket, [&](RdmaSocket& rdma_socket) {
+        return how == SHUT_RD || how == SHUT_WR || how == SHUT_RDWR ? rdma_socket.shut_down(how) : EINVAL;
     });
 }
 
 int rclose(int socket) {
-    return run_socket_entry("rclose", socket, [&](RdmaSocket& object) {
-        const int error = object.close();
+    return run_socket_call("rclose", socket, [&](RdmaSocket& rdma_socket) {
+        const int error = rdma_socket.close();
         remove_socket(socket);
         return error;
     });
@@ -180,23 +183,25 @@ ssize_t rwritev(int socket, const iovec* iov, int iovcnt) {
 }
 
 int rgetpeername(int socket, sockaddr* addr, socklen_t* addrlen) {
-    return run_socket_entry("rgetpeername", socket,
-                            [&](RdmaSocket& object) { return object.get_peer_address(addr, addrlen); });
+    return run_socket_call("rgetpeername", socket,
+                           [&](RdmaSocket& rdma_socket) { return rdma_socket.get_peer_address(addr, addrlen); });
 }
 
 int rgetsockname(int socket, sockaddr* addr, socklen_t* addrlen) {
-    return run_socket_entry("rgetsockname", socket,
-                            [&](RdmaSocket& object) { return object.get_local_address(addr, addrlen); });
+    return run_socket_call("rgetsockname", socket,
+                           [&](RdmaSocket& rdma_socket) { return rdma_socket.get_local_address(addr, addrlen); });
 }
 
 int rsetsockopt(int socket, int level, int optname, const void* optval, socklen_t optlen) {
-    return run_socket_entry("rsetsockopt", socket,
-                            [&](RdmaSocket& object) { return object.set_option(level, optname, optval, optlen); });
+    return run_socket_call("rsetsockopt", socket, [&](RdmaSocket& rdma_socket) {
+        return rdma_socket.set_option(level, optname, optval, optlen);
+    });
 }
 
 int rgetsockopt(int socket, int level, int optname, void* optval, socklen_t* optlen) {
-    return run_socket_entry("rgetsockopt", socket,
-                            [&](RdmaSocket& object) { return object.get_option(level, optname, optval, optlen); });
+    return run_socket_call("rgetsockopt", socket, [&](RdmaSocket& rdma_socket) {
+        return rdma_socket.get_option(level, optname, optval, optlen);
+    });
 }
 
 int rfcntl(int socket, int cmd, ...) {
@@ -205,25 +210,26 @@ int rfcntl(int socket, int cmd, ...) {
     const int argument = cmd == F_SETFL ? va_arg(arguments, int) : 0;
     va_end(arguments);
     int value = 0;
-    const int result =
-        run_socket_entry("rfcntl", socket, [&](RdmaSocket& object) { return object.control(cmd, argument, &value); });
+    const int result = run_socket_call(
+        "rfcntl", socket, [&](RdmaSocket& rdma_socket) { return rdma_socket.control(cmd, argument, &value); });
     return result == 0 ? value : -1;
 }
 
 off_t riomap(int socket, void* buf, size_t len, int prot, int, off_t offset) {
-    const int result =
-        run_socket_entry("riomap", socket, [&](RdmaSocket& object) { return object.map(buf, len, prot, &offset); });
+    const int result = run_socket_call(
+        "riomap", socket, [&](RdmaSocket& rdma_socket) { return rdma_socket.map(buf, len, prot, &offset); });
     return result == 0 ? offset : -1;
 }
 
 int riounmap(int socket, void* buf, size_t len) {
-    return run_socket_entry("riounmap", socket, [&](RdmaSocket& object) { return object.unmap(buf, len); });
+    return run_socket_call("riounmap", socket, [&](RdmaSocket& rdma_socket) { return rdma_socket.unmap(buf, len); });
 }
 
 size_t riowrite(int socket, const void* buf, size_t count, off_t offset, int flags) {
-    return static_cast<size_t>(run_bytes_entry("riowrite", socket, [&](RdmaSocket& object, std::size_t* moved) {
-        return object.write_mapped(buf, count, offset, flags, moved);
-    }));
+    return static_cast<size_t>(
+        run_bytes_call("riowrite", socket, [&](RdmaSocket& rdma_socket, std::size_t* moved_bytes) {
+            return rdma_socket.write_mapped(buf, count, offset, flags, moved_bytes);
+        }));
 }
 
 } // extern "C"

@@ -40,11 +40,11 @@ public:
     int listen(int) override { return EOPNOTSUPP; }
     int accept(std::shared_ptr<RdmaSocket>*) override { return EOPNOTSUPP; }
     int connect(sockaddr* address, socklen_t length) override;
-    int send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved) override;
-    int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved) override;
+    int send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved_bytes) override;
+    int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved_bytes) override;
     int shut_down(int) override { return 0; } // librdmacm ignores the call, too
     int close() override;
-    short ready_events() override;
+    short get_ready_events() override;
 
 private:
     struct Peer {
@@ -68,7 +68,7 @@ private:
     bool is_ready_ = false;
     std::deque<Datagram> received_;
     std::map<std::string, Peer> peers_; // by address and port
-    const Peer* peer_ = nullptr;        // of a connected rsocket
+    const Peer* peer_ = nullptr;        // the peer of a connected rsocket
 };
 
 DatagramSocket::~DatagramSocket() {
@@ -87,9 +87,9 @@ int DatagramSocket::make_ready() {
         return 0;
     }
     if (get_address_length(&id_->route.addr.src_addr) == 0) {
-        sockaddr_storage any{};
-        any.ss_family = static_cast<sa_family_t>(domain_);
-        if (rdma_bind_addr(id_, reinterpret_cast<sockaddr*>(&any)) != 0) {
+        sockaddr_storage any_address{};
+        any_address.ss_family = static_cast<sa_family_t>(domain_);
+        if (rdma_bind_addr(id_, reinterpret_cast<sockaddr*>(&any_address)) != 0) {
             return errno;
         }
     }
@@ -97,11 +97,11 @@ int DatagramSocket::make_ready() {
     if (id_->verbs == nullptr) {
         // An rsocket that is bound to no address uses the device of the loopback address.
         std::lock_guard lock(manager_mutex());
-        const auto local = find_local_port(make_loopback_address(domain_));
-        if (!local) {
+        const auto local_port = find_local_port(make_loopback_address(domain_));
+        if (!local_port) {
             return ENODEV;
         }
-        set_local(identifier, *local);
+        set_local(identifier, *local_port);
     }
     if (const int error = make_queue_pair(); error != 0) {
         return error;
@@ -122,7 +122,7 @@ void DatagramSocket::on_received(const ibv_wc& wc) {
     DatagramHeader header{};
     // A datagram of a program that does not use rsockets is dropped.
     if (wc.byte_len >= grh_bytes + sizeof header) {
-        std::memcpy(&header, receive_slot(slot) + grh_bytes, sizeof header);
+        std::memcpy(&header, get_receive_slot(slot) + grh_bytes, sizeof header);
     }
     if (header.magic != header_magic || (header.family != AF_INET && header.family != AF_INET6)) {
         post_receive(slot);
@@ -206,7 +206,7 @@ DatagramHeader DatagramSocket::make_header() const {
     return header;
 }
 
-int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved) {
+int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved_bytes) {
     SocketLock lock(mutex_);
     const Peer* peer = peer_;
     int error = make_ready();
@@ -228,7 +228,7 @@ int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* dest
         return error;
     }
     const unsigned slot = take_send_slot();
-    std::uint8_t* const begin = send_slot(slot);
+    std::uint8_t* const begin = get_send_slot(slot);
     const DatagramHeader header = make_header();
     std::memcpy(begin, &header, sizeof header);
     std::size_t position = sizeof header;
@@ -243,12 +243,13 @@ int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* dest
     request.wr.ud.remote_qkey = peer->qkey;
     error = post_slot(slot, size_bytes, &request);
     if (error == 0) {
-        *moved = size_bytes - sizeof header;
+        *moved_bytes = size_bytes - sizeof header;
     }
     return error;
 }
 
-int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved) {
+int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_storage* source,
+                            std::size_t* moved_bytes) {
     SocketLock lock(mutex_);
     int error = make_ready();
     error = error != 0 ? error : wait(&lock, is_nonblocking(flags), [this] { return !received_.empty(); });
@@ -256,11 +257,11 @@ int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_st
         return error;
     }
     const Datagram datagram = received_.front();
-    const std::uint8_t* bytes = receive_slot(datagram.slot) + grh_bytes + sizeof(DatagramHeader);
+    const std::uint8_t* bytes = get_receive_slot(datagram.slot) + grh_bytes + sizeof(DatagramHeader);
     for (const iovec& part : parts) {
-        const std::size_t size_bytes = std::min(part.iov_len, datagram.size_bytes - *moved);
-        std::memcpy(part.iov_base, bytes + *moved, size_bytes);
-        *moved += size_bytes;
+        const std::size_t size_bytes = std::min(part.iov_len, datagram.size_bytes - *moved_bytes);
+        std::memcpy(part.iov_base, bytes + *moved_bytes, size_bytes);
+        *moved_bytes += size_bytes;
     }
     if (source != nullptr) {
         *source = datagram.source;
@@ -282,7 +283,7 @@ int DatagramSocket::close() {
     return 0;
 }
 
-short DatagramSocket::ready_events() {
+short DatagramSocket::get_ready_events() {
     SocketLock lock(mutex_);
     make_ready();
     progress();

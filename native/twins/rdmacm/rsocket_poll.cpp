@@ -26,19 +26,19 @@ public:
 
     // Store the events that are true now. Return the number of descriptors with events, or -1 with errno set.
     int update_events() {
-        std::vector<pollfd> others = list_others(descriptors_);
-        if (!others.empty() && poll(others.data(), others.size(), 0) < 0) {
+        std::vector<pollfd> other_descriptors = list_other_descriptors(descriptors_);
+        if (!other_descriptors.empty() && poll(other_descriptors.data(), other_descriptors.size(), 0) < 0) {
             return -1;
         }
         int count = 0;
-        std::size_t other = 0;
+        std::size_t other_index = 0;
         for (std::size_t index = 0; index < descriptors_.size(); ++index) {
             pollfd& descriptor = descriptors_[index];
             if (sockets_[index] == nullptr) {
-                descriptor.revents = others[other++].revents;
+                descriptor.revents = other_descriptors[other_index++].revents;
             } else {
-                const int ready = sockets_[index]->ready_events();
-                descriptor.revents = static_cast<short>(ready & (descriptor.events | POLLERR | POLLHUP));
+                const int ready_events = sockets_[index]->get_ready_events();
+                descriptor.revents = static_cast<short>(ready_events & (descriptor.events | POLLERR | POLLHUP));
             }
             count += descriptor.revents != 0 ? 1 : 0;
         }
@@ -55,15 +55,15 @@ public:
 
     // Wait for a change. Return 0, or -1 with errno set.
     int wait(int timeout_ms) {
-        std::vector<pollfd> all = list_others(descriptors_);
+        std::vector<pollfd> all_descriptors = list_other_descriptors(descriptors_);
         for (const auto& socket : sockets_) {
             if (socket != nullptr) {
-                for (const int descriptor : socket->wait_descriptors()) {
-                    all.push_back({descriptor, POLLIN, 0});
+                for (const int descriptor : socket->list_wait_descriptors()) {
+                    all_descriptors.push_back({descriptor, POLLIN, 0});
                 }
             }
         }
-        const int result = poll(all.data(), all.size(), timeout_ms);
+        const int result = poll(all_descriptors.data(), all_descriptors.size(), timeout_ms);
         const int saved_errno = errno;
         for (const auto& socket : sockets_) {
             if (socket != nullptr) {
@@ -75,14 +75,14 @@ public:
     }
 
 private:
-    [[nodiscard]] std::vector<pollfd> list_others(std::span<pollfd> descriptors) const {
-        std::vector<pollfd> others;
+    [[nodiscard]] std::vector<pollfd> list_other_descriptors(std::span<pollfd> descriptors) const {
+        std::vector<pollfd> other_descriptors;
         for (std::size_t index = 0; index < descriptors.size(); ++index) {
             if (sockets_[index] == nullptr) {
-                others.push_back(descriptors[index]);
+                other_descriptors.push_back(descriptors[index]);
             }
         }
-        return others;
+        return other_descriptors;
     }
 
     std::span<pollfd> descriptors_;
@@ -95,21 +95,21 @@ int poll_until(PollSet* set, int timeout_ms) {
         int count = set->update_events();
         if (count == 0 && timeout_ms != 0) {
             set->arm();
-            count = set->update_events(); // finds changes from before arm(), which cause no notification
+            count = set->update_events(); // finds changes before arm(), because they cause no notification
         }
         if (count != 0) {
             return count;
         }
-        int slice_ms = wake_up_interval_ms;
+        int wait_ms = wake_up_interval_ms;
         if (timeout_ms >= 0) {
             const auto remaining_ms =
                 std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
             if (remaining_ms <= 0) {
                 return 0;
             }
-            slice_ms = static_cast<int>(std::min<long long>(slice_ms, remaining_ms));
+            wait_ms = static_cast<int>(std::min<long long>(wait_ms, remaining_ms));
         }
-        if (set->wait(slice_ms) != 0) {
+        if (set->wait(wait_ms) != 0) {
             return -1;
         }
     }
@@ -144,7 +144,7 @@ int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, time
         return -1;
     }
     int count = 0;
-    const auto keep = [&](const pollfd& descriptor, fd_set* set, short requested, int ready) {
+    const auto clear_unless_ready = [&](const pollfd& descriptor, fd_set* set, short requested, int ready) {
         if ((descriptor.events & requested) == 0) {
             return;
         }
@@ -156,9 +156,9 @@ int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, time
     };
     for (const pollfd& descriptor : descriptors) {
         // As in librdmacm, and unlike select(), an exception is every event except POLLIN and POLLOUT.
-        keep(descriptor, readfds, POLLIN, POLLIN | POLLHUP);
-        keep(descriptor, writefds, POLLOUT, POLLOUT);
-        keep(descriptor, exceptfds, POLLPRI, ~(POLLIN | POLLOUT));
+        clear_unless_ready(descriptor, readfds, POLLIN, POLLIN | POLLHUP);
+        clear_unless_ready(descriptor, writefds, POLLOUT, POLLOUT);
+        clear_unless_ready(descriptor, exceptfds, POLLPRI, ~(POLLIN | POLLOUT));
     }
     return count;
 }

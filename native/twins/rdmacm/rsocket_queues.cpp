@@ -27,11 +27,11 @@ int RdmaSocket::make_queues() {
     attributes.cap.max_send_sge = attributes.cap.max_recv_sge = 1;
     attributes.qp_type = sizes_.type;
     attributes.sq_sig_all = 1;
-    const auto size_bytes = static_cast<int>(attributes.cap.max_send_wr + attributes.cap.max_recv_wr);
+    const auto entry_count = static_cast<int>(attributes.cap.max_send_wr + attributes.cap.max_recv_wr);
     id_->recv_cq_channel = ibv_create_comp_channel(id_->verbs);
     id_->recv_cq = id_->recv_cq_channel == nullptr
                        ? nullptr
-                       : ibv_create_cq(id_->verbs, size_bytes, nullptr, id_->recv_cq_channel, 0);
+                       : ibv_create_cq(id_->verbs, entry_count, nullptr, id_->recv_cq_channel, 0);
     if (id_->recv_cq == nullptr) {
         return errno;
     }
@@ -72,7 +72,7 @@ void RdmaSocket::destroy_queue_pair() {
 }
 
 int RdmaSocket::post_receive(unsigned slot) {
-    ibv_sge sge{reinterpret_cast<std::uint64_t>(receive_slot(slot)),
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(get_receive_slot(slot)),
                 static_cast<std::uint32_t>(sizes_.receive_slot_bytes), receive_mr_->lkey};
     ibv_recv_wr request{receive_mark | slot, nullptr, &sge, 1};
     ibv_recv_wr* bad_request = nullptr;
@@ -80,7 +80,7 @@ int RdmaSocket::post_receive(unsigned slot) {
 }
 
 int RdmaSocket::post_slot(unsigned slot, std::size_t size_bytes, ibv_send_wr* request) {
-    ibv_sge sge{reinterpret_cast<std::uint64_t>(send_slot(slot)), static_cast<std::uint32_t>(size_bytes),
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(get_send_slot(slot)), static_cast<std::uint32_t>(size_bytes),
                 send_mr_->lkey};
     request->wr_id = slot;
     request->sg_list = &sge;
@@ -115,7 +115,7 @@ void RdmaSocket::drain_notifications() {
     }
 }
 
-std::vector<int> RdmaSocket::wait_descriptors() {
+std::vector<int> RdmaSocket::list_wait_descriptors() {
     SocketLock lock(mutex_);
     std::vector<int> descriptors{channel_->fd};
     if (id_->recv_cq_channel != nullptr) {
@@ -126,7 +126,7 @@ std::vector<int> RdmaSocket::wait_descriptors() {
 
 int RdmaSocket::poll_descriptors() {
     std::vector<pollfd> descriptors;
-    for (const int descriptor : wait_descriptors()) {
+    for (const int descriptor : list_wait_descriptors()) {
         descriptors.push_back({descriptor, POLLIN, 0});
     }
     const int error = poll(descriptors.data(), descriptors.size(), wake_up_interval_ms) < 0 ? errno : 0;

@@ -11,8 +11,8 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// A Kind::credits message returns at least this number of credits (free data buffers). All credits together are
-// data_slot_count, so at most four such messages are in flight.
+// A Kind::credits message returns at least this number of credits (free data buffers). There are data_slot_count
+// credits in all, so at most four such messages are in flight.
 constexpr unsigned credit_batch = data_slot_count / 4;
 constexpr int close_timeout_ms = 10'000;
 // If data is still unread when the connection ends, POLLHUP is delayed by this time. On hardware, a program has usually
@@ -37,12 +37,12 @@ StreamSocket::~StreamSocket() {
 // Create the queue pair with its receives, before the connection is made.
 int StreamSocket::create_receiving_queue_pair() {
     const int error = make_queue_pair();
-    posted_receives_ = error == 0 ? receive_slot_count : 0;
+    posted_receive_count_ = error == 0 ? receive_slot_count : 0;
     return error;
 }
 
 void StreamSocket::repost_receive(unsigned slot) {
-    posted_receives_ += post_receive(slot) == 0 ? 1 : 0;
+    posted_receive_count_ += post_receive(slot) == 0 ? 1 : 0;
 }
 
 int StreamSocket::post_message(Kind kind, const void* data, std::size_t size_bytes) {
@@ -56,27 +56,27 @@ int StreamSocket::post_message(Kind kind, const void* data, std::size_t size_byt
         error = ibv_post_send(id_->qp, &request, &bad_request);
     } else {
         const unsigned slot = take_send_slot();
-        std::memcpy(send_slot(slot), data, size_bytes);
+        std::memcpy(get_send_slot(slot), data, size_bytes);
         error = post_slot(slot, size_bytes, &request);
     }
     if (error != 0) {
         end(Stage::failed, error);
         return error;
     }
-    ++sends_in_flight_;
+    ++in_flight_send_count_;
     credits_to_return_ = 0;
     return 0;
 }
 
 void StreamSocket::return_credits() {
-    if (stage_ == Stage::connected && !peer_left_ && credits_to_return_ >= credit_batch) {
+    if (stage_ == Stage::connected && !has_peer_left_ && credits_to_return_ >= credit_batch) {
         post_message(Kind::credits, nullptr, 0);
     }
 }
 
 void StreamSocket::end(Stage stage, int error) {
     stage_ = stage;
-    reads_ended_ = writes_ended_ = true;
+    are_reads_ended_ = are_writes_ended_ = true;
     disconnect_time_ = std::chrono::steady_clock::now();
     error_ = error_ == 0 ? error : error_;
 }
@@ -84,11 +84,11 @@ void StreamSocket::end(Stage stage, int error) {
 void StreamSocket::on_received(const ibv_wc& wc) {
     const auto slot = static_cast<unsigned>(wc.wr_id & 0xffffffffU);
     const std::uint32_t immediate = ntohl(wc.imm_data);
-    const unsigned returned = immediate & 0xffffU;
-    if ((wc.wc_flags & IBV_WC_WITH_IMM) == 0 || credits_ + returned > data_slot_count) {
+    const unsigned returned_credits = immediate & 0xffffU;
+    if ((wc.wc_flags & IBV_WC_WITH_IMM) == 0 || credits_ + returned_credits > data_slot_count) {
         return end(Stage::failed, EPROTO);
     }
-    credits_ += returned;
+    credits_ += returned_credits;
     switch (static_cast<Kind>(immediate >> 24)) {
     case Kind::data:
         if (wc.byte_len == 0) {
@@ -99,21 +99,21 @@ void StreamSocket::on_received(const ibv_wc& wc) {
     case Kind::credits:
         break;
     case Kind::end_of_data:
-        if (writes_ended_) {
+        if (are_writes_ended_) {
             return end(Stage::disconnected);
         }
-        reads_ended_ = true;
+        are_reads_ended_ = true;
         break;
     case Kind::disconnect:
         return end(Stage::disconnected);
     case Kind::mapping:
     case Kind::removed_mapping:
-        on_mapping(receive_slot(slot), wc.byte_len, static_cast<Kind>(immediate >> 24) == Kind::removed_mapping);
+        on_mapping(get_receive_slot(slot), wc.byte_len, static_cast<Kind>(immediate >> 24) == Kind::removed_mapping);
         break;
     default:
         return end(Stage::failed, EPROTO);
     }
-    if ((stage_ == Stage::connecting || stage_ == Stage::connected) && !peer_left_) {
+    if ((stage_ == Stage::connecting || stage_ == Stage::connected) && !has_peer_left_) {
         repost_receive(slot);
     }
 }
@@ -127,17 +127,17 @@ void StreamSocket::take_completions() {
     while ((count = ibv_poll_cq(id_->recv_cq, static_cast<int>(std::size(completions)), completions)) > 0) {
         for (const ibv_wc& wc : std::span(completions, static_cast<std::size_t>(count))) {
             if (wc.wr_id != no_slot && (wc.wr_id & receive_mark) != 0) {
-                --posted_receives_;
+                --posted_receive_count_;
                 if (wc.status == IBV_WC_SUCCESS) {
                     on_received(wc);
                 }
                 continue;
             }
-            --sends_in_flight_;
+            --in_flight_send_count_;
             if (wc.wr_id != no_slot) {
                 free_send_slots_.push_back(static_cast<unsigned>(wc.wr_id));
             }
-            if (wc.status != IBV_WC_SUCCESS && stage_ == Stage::connected && !peer_left_) {
+            if (wc.status != IBV_WC_SUCCESS && stage_ == Stage::connected && !has_peer_left_) {
                 end(Stage::failed, EIO);
             }
         }
@@ -147,11 +147,11 @@ void StreamSocket::take_completions() {
 void StreamSocket::progress() {
     take_completions();
     take_events();
-    if (!peer_left_ || stage_ != Stage::connected) {
+    if (!has_peer_left_ || stage_ != Stage::connected) {
         return;
     }
     take_completions();
-    if (posted_receives_ == 0) {
+    if (posted_receive_count_ == 0) {
         // The peer left without a message. The connection ends only now that all posted receives have completed, so
         // that no data that arrived is lost.
         end(Stage::disconnected);
@@ -173,17 +173,17 @@ bool StreamSocket::can_send() const {
     return credits_ > 0 && !free_send_slots_.empty();
 }
 
-int StreamSocket::send_bytes(SocketLock* lock, const iovec& part, int flags, std::size_t* moved) {
+int StreamSocket::send_bytes(SocketLock* lock, const iovec& part, int flags, std::size_t* moved_bytes) {
     const auto* bytes = static_cast<const std::uint8_t*>(part.iov_base);
     std::size_t remaining_bytes = part.iov_len;
     while (remaining_bytes > 0) {
         const int error =
-            wait(lock, is_nonblocking(flags), [this] { return writes_ended_ || (can_send() && !peer_left_); });
+            wait(lock, is_nonblocking(flags), [this] { return are_writes_ended_ || (can_send() && !has_peer_left_); });
         if (error != 0) {
             return error;
         }
         // librdmacm reports ECONNRESET here, not EPIPE. It may also accept the bytes and lose them.
-        if (writes_ended_) {
+        if (are_writes_ended_) {
             return ECONNRESET;
         }
         const std::size_t size_bytes = std::min(remaining_bytes, slot_bytes);
@@ -193,12 +193,12 @@ int StreamSocket::send_bytes(SocketLock* lock, const iovec& part, int flags, std
         }
         bytes += size_bytes;
         remaining_bytes -= size_bytes;
-        *moved += size_bytes;
+        *moved_bytes += size_bytes;
     }
     return 0;
 }
 
-int StreamSocket::send(std::span<const iovec> parts, int flags, sockaddr*, std::size_t* moved) {
+int StreamSocket::send(std::span<const iovec> parts, int flags, sockaddr*, std::size_t* moved_bytes) {
     SocketLock lock(mutex_);
     if (stage_ == Stage::unconnected || stage_ == Stage::listening) {
         return ENOTCONN;
@@ -207,54 +207,54 @@ int StreamSocket::send(std::span<const iovec> parts, int flags, sockaddr*, std::
         return error;
     }
     // Join the parts, so that each message is as full as possible.
-    std::vector<std::uint8_t> joined;
-    iovec whole = parts.size() == 1 ? parts.front() : iovec{};
+    std::vector<std::uint8_t> joined_bytes;
+    iovec whole_data = parts.size() == 1 ? parts.front() : iovec{};
     if (parts.size() > 1) {
         for (const iovec& part : parts) {
             const auto* const bytes = static_cast<const std::uint8_t*>(part.iov_base);
-            joined.insert(joined.end(), bytes, bytes + part.iov_len);
+            joined_bytes.insert(joined_bytes.end(), bytes, bytes + part.iov_len);
         }
-        whole = {joined.data(), joined.size()};
+        whole_data = {joined_bytes.data(), joined_bytes.size()};
     }
-    const int error = send_bytes(&lock, whole, flags, moved);
-    return *moved == 0 ? error : 0;
+    const int error = send_bytes(&lock, whole_data, flags, moved_bytes);
+    return *moved_bytes == 0 ? error : 0;
 }
 
-std::size_t StreamSocket::copy_out(std::span<const iovec> parts, bool keep) {
-    std::size_t copied = 0, index = 0;
-    Received head = received_.empty() ? Received{} : received_.front();
+std::size_t StreamSocket::copy_out(std::span<const iovec> parts, bool is_peek) {
+    std::size_t copied_bytes = 0, index = 0;
+    ReceivedMessage current_message = received_.empty() ? ReceivedMessage{} : received_.front();
     for (const iovec& part : parts) {
         auto* bytes = static_cast<std::uint8_t*>(part.iov_base);
         std::size_t remaining_bytes = part.iov_len;
         while (remaining_bytes > 0 && index < received_.size()) {
-            const std::size_t size_bytes = std::min(remaining_bytes, head.end - head.begin);
-            std::memcpy(bytes, receive_slot(head.slot) + head.begin, size_bytes);
+            const std::size_t size_bytes = std::min(remaining_bytes, current_message.end - current_message.begin);
+            std::memcpy(bytes, get_receive_slot(current_message.slot) + current_message.begin, size_bytes);
             bytes += size_bytes;
             remaining_bytes -= size_bytes;
-            copied += size_bytes;
-            head.begin += size_bytes;
-            if (head.begin < head.end) {
+            copied_bytes += size_bytes;
+            current_message.begin += size_bytes;
+            if (current_message.begin < current_message.end) {
                 continue;
             }
-            if (keep) {
+            if (is_peek) {
                 ++index;
             } else {
                 received_.pop_front();
                 ++credits_to_return_;
-                if (stage_ == Stage::connected && !peer_left_) {
-                    repost_receive(head.slot);
+                if (stage_ == Stage::connected && !has_peer_left_) {
+                    repost_receive(current_message.slot);
                 }
             }
-            head = index < received_.size() ? received_[index] : Received{};
+            current_message = index < received_.size() ? received_[index] : ReceivedMessage{};
         }
     }
-    if (!keep && !received_.empty()) {
-        received_.front() = head;
+    if (!is_peek && !received_.empty()) {
+        received_.front() = current_message;
     }
-    return copied;
+    return copied_bytes;
 }
 
-int StreamSocket::receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved) {
+int StreamSocket::receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved_bytes) {
     SocketLock lock(mutex_);
     if (stage_ == Stage::unconnected || stage_ == Stage::listening) {
         return ENOTCONN;
@@ -265,52 +265,52 @@ int StreamSocket::receive(std::span<const iovec> parts, int flags, sockaddr_stor
     if (source != nullptr) {
         *source = id_->route.addr.dst_storage;
     }
-    std::size_t wanted = 0;
+    std::size_t requested_bytes = 0;
     for (const iovec& part : parts) {
-        wanted += part.iov_len;
+        requested_bytes += part.iov_len;
     }
-    const bool keep = (flags & MSG_PEEK) != 0;
-    std::vector<iovec> rest(parts.begin(), parts.end());
-    while (*moved < wanted) {
-        const int error = wait(&lock, is_nonblocking(flags), [this] { return has_data() || reads_ended_; });
+    const bool is_peek = (flags & MSG_PEEK) != 0;
+    std::vector<iovec> unfilled_parts(parts.begin(), parts.end());
+    while (*moved_bytes < requested_bytes) {
+        const int error = wait(&lock, is_nonblocking(flags), [this] { return has_data() || are_reads_ended_; });
         if (error != 0) {
-            return *moved == 0 ? error : 0;
+            return *moved_bytes == 0 ? error : 0;
         }
         if (!has_data()) {
             return 0; // also after a failure, which rpoll and SO_ERROR report
         }
-        std::size_t copied = copy_out(rest, keep);
+        std::size_t copied_bytes = copy_out(unfilled_parts, is_peek);
         return_credits();
-        *moved += copied;
-        if (keep || (flags & MSG_WAITALL) == 0) {
+        *moved_bytes += copied_bytes;
+        if (is_peek || (flags & MSG_WAITALL) == 0) {
             return 0;
         }
-        for (iovec& part : rest) {
-            const std::size_t size_bytes = std::min(copied, part.iov_len);
+        for (iovec& part : unfilled_parts) {
+            const std::size_t size_bytes = std::min(copied_bytes, part.iov_len);
             part = {static_cast<char*>(part.iov_base) + size_bytes, part.iov_len - size_bytes};
-            copied -= size_bytes;
+            copied_bytes -= size_bytes;
         }
     }
     return 0;
 }
 
 void StreamSocket::end_directions(SocketLock* lock, int how) {
-    reads_ended_ = reads_ended_ || how != SHUT_WR;
-    writes_ended_ = writes_ended_ || how != SHUT_RD;
+    are_reads_ended_ = are_reads_ended_ || how != SHUT_WR;
+    are_writes_ended_ = are_writes_ended_ || how != SHUT_RD;
     // The peer learns of the end of reads only together with the end of writes.
-    if (!writes_ended_ || peer_left_) {
+    if (!are_writes_ended_ || has_peer_left_) {
         return;
     }
-    const bool is_last = reads_ended_;
-    if (post_message(is_last ? Kind::disconnect : Kind::end_of_data, nullptr, 0) != 0) {
+    const bool ends_connection = are_reads_ended_;
+    if (post_message(ends_connection ? Kind::disconnect : Kind::end_of_data, nullptr, 0) != 0) {
         return;
     }
-    // Before the connection ends, wait until the peer has received all sent bytes, also if the peer ends the connection
-    // too.
+    // Before the connection ends, wait until the peer has received all sent bytes. Wait also if the peer ends the
+    // connection at the same time.
     wait(
-        lock, false, [this] { return sends_in_flight_ == 0 || stage_ == Stage::failed || peer_left_; },
+        lock, false, [this] { return in_flight_send_count_ == 0 || stage_ == Stage::failed || has_peer_left_; },
         close_timeout_ms);
-    if (is_last && stage_ == Stage::connected) {
+    if (ends_connection && stage_ == Stage::connected) {
         end(Stage::disconnected);
     }
 }
@@ -327,7 +327,7 @@ int StreamSocket::shut_down(int how) {
     if (stage_ == Stage::disconnected) {
         rdma_disconnect(id_);
     }
-    return 0; // as librdmacm, also without a connection
+    return 0; // also without a connection, as in librdmacm
 }
 
 int StreamSocket::close() {
@@ -336,7 +336,7 @@ int StreamSocket::close() {
 }
 
 // As in librdmacm, POLLHUP comes also while there is data to read, and POLLOUT depends on the free buffers only.
-short StreamSocket::ready_events() {
+short StreamSocket::get_ready_events() {
     SocketLock lock(mutex_);
     if (stage_ == Stage::listening) {
         pollfd readable{channel_->fd, POLLIN, 0};
@@ -355,7 +355,7 @@ short StreamSocket::ready_events() {
     case Stage::failed:
         break;
     }
-    int events = (has_data() || reads_ended_ ? POLLIN : 0) | (can_send() ? POLLOUT : 0);
+    int events = (has_data() || are_reads_ended_ ? POLLIN : 0) | (can_send() ? POLLOUT : 0);
     if (stage_ == Stage::failed) {
         events |= POLLERR;
     } else if (stage_ == Stage::disconnected &&

@@ -9,7 +9,8 @@
 namespace gdrkit::twin::rdmacm {
 
 inline constexpr std::size_t slot_bytes = 32768;
-// Receive buffers for data, of which the sender counts the free ones, and receive buffers for the other messages.
+// Number of receive buffers for data (the sender counts the free ones: credits), and of receive buffers for the other
+// messages.
 inline constexpr unsigned data_slot_count = 32, control_slot_count = 16;
 inline constexpr unsigned receive_slot_count = data_slot_count + control_slot_count;
 inline constexpr unsigned send_slot_count = 32, control_send_count = 64;
@@ -24,17 +25,18 @@ public:
     int listen(int backlog) override;
     int accept(std::shared_ptr<RdmaSocket>* accepted) override;
     int connect(sockaddr* address, socklen_t length) override;
-    int send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved) override;
-    int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved) override;
+    int send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved_bytes) override;
+    int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved_bytes) override;
     int shut_down(int how) override;
     int close() override;
-    short ready_events() override;
+    short get_ready_events() override;
     int map(void* buffer, std::size_t length, int protection, off_t* offset) override;
     int unmap(void* buffer, std::size_t length) override;
-    int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved) override;
+    int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved_bytes) override;
 
 private:
-    // A refused socket did not get its connection. A failed socket lost it without the peer's message of the end.
+    // A refused socket never got a connection. A failed socket lost its connection without a disconnect message of the
+    // peer.
     enum class Stage { unconnected, listening, connecting, connected, disconnected, refused, failed };
 
     // The private data of the connection request and of the reply.
@@ -47,13 +49,13 @@ private:
     enum class Kind : std::uint8_t { data = 1, credits, end_of_data, mapping, removed_mapping, disconnect };
     // A buffer of the peer, which write_mapped reaches by its offset.
     struct Mapping {
-        std::uint64_t offset, address, length;
+        std::uint64_t offset, address, length_bytes;
         std::uint32_t rkey;
         std::uint32_t reserved;
     };
-    struct Received {
+    struct ReceivedMessage {
         unsigned slot;
-        std::size_t begin, end;
+        std::size_t begin, end; // the unread bytes of the slot
     };
     struct LocalMapping {
         ibv_mr* mr;
@@ -76,25 +78,25 @@ private:
     void on_connection_event(const rdma_cm_event& event);
     // Leave the connection. The next query of SO_ERROR reports the error, if there is one.
     void end(Stage stage, int error = 0);
-    // End directions of a connected socket, and tell the peer.
+    // End reads, writes or both, as shutdown(2) does with `how`, and tell the peer.
     void end_directions(SocketLock* lock, int how);
     // Wait until the connection is made or refused. Return 0, EAGAIN, EINTR or the reason of the refusal.
     int wait_for_connection(SocketLock* lock, int flags);
     [[nodiscard]] bool has_data() const { return !received_.empty(); }
     [[nodiscard]] bool can_send() const;
-    std::size_t copy_out(std::span<const iovec> parts, bool keep);
-    int send_bytes(SocketLock* lock, const iovec& part, int flags, std::size_t* moved);
+    std::size_t copy_out(std::span<const iovec> parts, bool is_peek);
+    int send_bytes(SocketLock* lock, const iovec& part, int flags, std::size_t* moved_bytes);
 
     Stage stage_ = Stage::unconnected;
-    bool reads_ended_ = false;  // no more data comes, except what is in received_
-    bool writes_ended_ = false; // the program may send no more data
-    bool peer_left_ = false;    // the connection manager reported the end of the connection
+    bool are_reads_ended_ = false;  // no more data comes, except what is in received_
+    bool are_writes_ended_ = false; // the program may send no more data
+    bool has_peer_left_ = false;    // the connection manager reported the end of the connection
     std::chrono::steady_clock::time_point disconnect_time_;
-    unsigned posted_receives_ = 0;
+    unsigned posted_receive_count_ = 0;
     unsigned credits_ = data_slot_count; // free data buffers of the peer
     unsigned credits_to_return_ = 0;
-    unsigned sends_in_flight_ = 0;
-    std::deque<Received> received_;
+    unsigned in_flight_send_count_ = 0;
+    std::deque<ReceivedMessage> received_;
     std::vector<LocalMapping> local_mappings_;
     std::vector<Mapping> peer_mappings_;
     unsigned peer_mapping_count_ = 0; // number of mappings that the peer can store

@@ -24,13 +24,13 @@ StreamSocket::Greeting StreamSocket::make_greeting() const {
 }
 
 bool StreamSocket::read_greeting(const rdma_conn_param& parameters) {
-    Greeting received{};
-    if (parameters.private_data == nullptr || parameters.private_data_len < sizeof received) {
+    Greeting greeting{};
+    if (parameters.private_data == nullptr || parameters.private_data_len < sizeof greeting) {
         return false;
     }
-    std::memcpy(&received, parameters.private_data, sizeof received);
-    peer_mapping_count_ = received.io_mapping_count;
-    return received.magic == greeting_magic && received.version == greeting_version;
+    std::memcpy(&greeting, parameters.private_data, sizeof greeting);
+    peer_mapping_count_ = greeting.io_mapping_count;
+    return greeting.magic == greeting_magic && greeting.version == greeting_version;
 }
 
 int StreamSocket::listen(int backlog) {
@@ -97,7 +97,7 @@ int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
 
 // Resolve the address and send the request of the connection. Return 0 or an errno.
 int StreamSocket::request_connection(sockaddr* address) {
-    // The twin resolves at once, so only the connection itself is waited for.
+    // The twin resolves addresses at once, so only the connection itself takes time.
     rdma_cm_event* event = nullptr;
     if (rdma_resolve_addr(id_, nullptr, address, stream_resolve_timeout_ms) != 0 ||
         rdma_get_cm_event(channel_, &event) != 0) {
@@ -125,7 +125,7 @@ int StreamSocket::request_connection(sockaddr* address) {
     return rdma_connect(id_, &parameters) == 0 ? 0 : errno;
 }
 
-// For a socket that is not new, librdmacm has other error numbers than connect().
+// Return the error numbers of librdmacm, which differ from connect(2) for a socket that is not new.
 int StreamSocket::connect(sockaddr* address, socklen_t length) {
     SocketLock lock(mutex_);
     progress();
@@ -175,10 +175,10 @@ void StreamSocket::on_connection_event(const rdma_cm_event& event) {
     case RDMA_CM_EVENT_CONNECT_ERROR:
         return end(Stage::refused, event.status < 0 ? -event.status : ECONNREFUSED);
     case RDMA_CM_EVENT_DISCONNECTED:
-        // If the peer said nothing before, it was killed. rdma_disconnect moves the queue pair to the error state, so
-        // every posted receive completes. progress() waits for these completions.
+        // If the peer sent no disconnect message before, it was killed. rdma_disconnect moves the queue pair to the
+        // error state, so every posted receive completes. progress() waits for these completions.
         if (stage_ == Stage::connected) {
-            peer_left_ = true;
+            has_peer_left_ = true;
             rdma_disconnect(id_);
         }
         return;
@@ -190,15 +190,16 @@ void StreamSocket::on_connection_event(const rdma_cm_event& event) {
 void StreamSocket::take_events() {
     rdma_cm_event* event = nullptr;
     while (stage_ != Stage::listening && rdma_get_cm_event(channel_, &event) == 0) {
-        const rdma_cm_event copy = *event;
-        std::array<std::uint8_t, 256> data{};
-        rdma_cm_event with_data = copy;
-        if (copy.param.conn.private_data != nullptr) {
-            std::memcpy(data.data(), copy.param.conn.private_data, copy.param.conn.private_data_len);
-            with_data.param.conn.private_data = data.data();
+        const rdma_cm_event event_copy = *event;
+        std::array<std::uint8_t, 256> private_data{};
+        rdma_cm_event event_with_data = event_copy;
+        if (event_copy.param.conn.private_data != nullptr) {
+            std::memcpy(private_data.data(), event_copy.param.conn.private_data,
+                        event_copy.param.conn.private_data_len);
+            event_with_data.param.conn.private_data = private_data.data();
         }
-        rdma_ack_cm_event(event); // at once, because rdma_destroy_id in another thread may wait for it
-        on_connection_event(with_data);
+        rdma_ack_cm_event(event); // acknowledge now, because rdma_destroy_id in another thread may wait for it
+        on_connection_event(event_with_data);
     }
 }
 

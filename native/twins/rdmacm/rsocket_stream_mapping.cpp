@@ -1,4 +1,4 @@
-// Implements direct placement into the memory of the peer (riomap, riounmap, riowrite).
+// Implements direct writes into memory that the peer has mapped (riomap, riounmap, riowrite).
 
 #include <algorithm>
 #include <cerrno>
@@ -14,27 +14,27 @@ void StreamSocket::on_mapping(const std::uint8_t* bytes, std::size_t size_bytes,
         return end(Stage::failed, EPROTO);
     }
     std::memcpy(&mapping, bytes, sizeof mapping);
-    std::erase_if(peer_mappings_, [&](const Mapping& known) { return known.offset == mapping.offset; });
+    std::erase_if(peer_mappings_, [&](const Mapping& peer_mapping) { return peer_mapping.offset == mapping.offset; });
     if (is_removal) {
         return;
     }
-    const bool wraps = mapping.offset + mapping.length < mapping.offset;
-    if (wraps || peer_mappings_.size() >= static_cast<std::size_t>(options_.io_mapping_count)) {
+    const bool has_overflow = mapping.offset + mapping.length_bytes < mapping.offset;
+    if (has_overflow || peer_mappings_.size() >= static_cast<std::size_t>(options_.io_mapping_count)) {
         return end(Stage::failed, EPROTO);
     }
     peer_mappings_.push_back(mapping);
 }
 
 int StreamSocket::map(void* buffer, std::size_t length, int protection, off_t* offset) {
-    constexpr int may_write = 2; // PROT_WRITE
+    constexpr int writable = 2; // PROT_WRITE
     SocketLock lock(mutex_);
     if (const int error = wait_for_connection(&lock, 0); error != 0) {
         return error;
     }
-    if ((protection & ~may_write) != 0 || stage_ != Stage::connected) {
+    if ((protection & ~writable) != 0 || stage_ != Stage::connected) {
         return EINVAL;
     }
-    const bool is_remote = (protection & may_write) != 0;
+    const bool is_remote = (protection & writable) != 0;
     if (is_remote && local_mappings_.size() >= peer_mapping_count_) {
         return ENOMEM;
     }
@@ -52,26 +52,28 @@ int StreamSocket::map(void* buffer, std::size_t length, int protection, off_t* o
         return 0;
     }
     const Mapping mapping = local_mappings_.back().mapping;
-    const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || writes_ended_; });
-    return error != 0 ? error : writes_ended_ ? ECONNRESET : post_message(Kind::mapping, &mapping, sizeof mapping);
+    const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || are_writes_ended_; });
+    return error != 0 ? error : are_writes_ended_ ? ECONNRESET : post_message(Kind::mapping, &mapping, sizeof mapping);
 }
 
 int StreamSocket::unmap(void* buffer, std::size_t length) {
     SocketLock lock(mutex_);
-    const auto entry = std::find_if(local_mappings_.begin(), local_mappings_.end(), [&](const LocalMapping& local) {
-        return local.mr->addr == buffer && local.mr->length == length;
-    });
+    const auto entry =
+        std::find_if(local_mappings_.begin(), local_mappings_.end(), [&](const LocalMapping& local_mapping) {
+            return local_mapping.mr->addr == buffer && local_mapping.mr->length == length;
+        });
     if (entry == local_mappings_.end()) {
         return EINVAL;
     }
     const Mapping mapping = entry->mapping;
     ibv_dereg_mr(entry->mr);
     local_mappings_.erase(entry);
-    const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || writes_ended_; });
-    return error != 0 || writes_ended_ ? error : post_message(Kind::removed_mapping, &mapping, sizeof mapping);
+    const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || are_writes_ended_; });
+    return error != 0 || are_writes_ended_ ? error : post_message(Kind::removed_mapping, &mapping, sizeof mapping);
 }
 
-int StreamSocket::write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved) {
+int StreamSocket::write_mapped(const void* buffer, std::size_t count, off_t offset, int flags,
+                               std::size_t* moved_bytes) {
     SocketLock lock(mutex_);
     const auto* bytes = static_cast<const std::uint8_t*>(buffer);
     if (stage_ == Stage::unconnected || stage_ == Stage::listening) {
@@ -80,36 +82,36 @@ int StreamSocket::write_mapped(const void* buffer, std::size_t count, off_t offs
     if (const int error = wait_for_connection(&lock, flags); error != 0) {
         return error;
     }
-    while (*moved < count) {
-        const auto position = static_cast<std::uint64_t>(offset) + *moved;
+    while (*moved_bytes < count) {
+        const auto position = static_cast<std::uint64_t>(offset) + *moved_bytes;
         const int error =
-            wait(&lock, is_nonblocking(flags), [this] { return !free_send_slots_.empty() || writes_ended_; });
+            wait(&lock, is_nonblocking(flags), [this] { return !free_send_slots_.empty() || are_writes_ended_; });
         if (error != 0) {
-            return *moved == 0 ? error : 0;
+            return *moved_bytes == 0 ? error : 0;
         }
-        if (writes_ended_) {
+        if (are_writes_ended_) {
             return ECONNRESET;
         }
         const auto entry = std::find_if(peer_mappings_.begin(), peer_mappings_.end(), [&](const Mapping& mapping) {
-            return position >= mapping.offset && position - mapping.offset < mapping.length;
+            return position >= mapping.offset && position - mapping.offset < mapping.length_bytes;
         });
         if (entry == peer_mappings_.end()) {
-            return *moved == 0 ? EINVAL : 0;
+            return *moved_bytes == 0 ? EINVAL : 0;
         }
-        const std::uint64_t inside = position - entry->offset;
-        const std::size_t size_bytes =
-            std::min({count - *moved, slot_bytes, static_cast<std::size_t>(entry->length - inside)});
+        const std::uint64_t offset_in_mapping = position - entry->offset;
+        const std::size_t size_bytes = std::min(
+            {count - *moved_bytes, slot_bytes, static_cast<std::size_t>(entry->length_bytes - offset_in_mapping)});
         const unsigned slot = take_send_slot();
-        std::memcpy(send_slot(slot), bytes + *moved, size_bytes);
+        std::memcpy(get_send_slot(slot), bytes + *moved_bytes, size_bytes);
         ibv_send_wr request{};
         request.opcode = IBV_WR_RDMA_WRITE;
-        request.wr.rdma.remote_addr = entry->address + inside;
+        request.wr.rdma.remote_addr = entry->address + offset_in_mapping;
         request.wr.rdma.rkey = entry->rkey;
         if (const int post_error = post_slot(slot, size_bytes, &request); post_error != 0) {
             return post_error;
         }
-        ++sends_in_flight_;
-        *moved += size_bytes;
+        ++in_flight_send_count_;
+        *moved_bytes += size_bytes;
     }
     return 0;
 }

@@ -19,47 +19,47 @@ GDRKIT_TWIN_NOTE("rdmacm twin of gdrkit")
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-constexpr FaultPoint point(std::string_view name) {
+constexpr FaultPoint make_fault_point(std::string_view name) {
     return {name, FaultKind::errno_value};
 }
 
-// Every function that can fail. rdma_getaddrinfo returns EAI_SYSTEM and sets errno.
-constexpr std::array points = {
-    point("rdma_accept"),          point("rdma_ack_cm_event"),
-    point("rdma_bind_addr"),       point("rdma_connect"),
-    point("rdma_create_ep"),       point("rdma_create_event_channel"),
-    point("rdma_create_id"),       point("rdma_create_qp"),
-    point("rdma_create_qp_ex"),    point("rdma_create_srq"),
-    point("rdma_create_srq_ex"),   point("rdma_destroy_id"),
-    point("rdma_disconnect"),      point("rdma_establish"),
-    point("rdma_get_cm_event"),    point("rdma_get_devices"),
-    point("rdma_get_remote_ece"),  point("rdma_get_request"),
-    point("rdma_getaddrinfo"),     point("rdma_init_qp_attr"),
-    point("rdma_join_multicast"),  point("rdma_join_multicast_ex"),
-    point("rdma_leave_multicast"), point("rdma_listen"),
-    point("rdma_migrate_id"),      point("rdma_notify"),
-    point("rdma_reject"),          point("rdma_reject_ece"),
-    point("rdma_resolve_addr"),    point("rdma_resolve_route"),
-    point("rdma_set_local_ece"),   point("rdma_set_option"),
+// These are all functions that can fail. rdma_getaddrinfo returns EAI_SYSTEM and sets errno.
+constexpr std::array fault_points = {
+    make_fault_point("rdma_accept"),          make_fault_point("rdma_ack_cm_event"),
+    make_fault_point("rdma_bind_addr"),       make_fault_point("rdma_connect"),
+    make_fault_point("rdma_create_ep"),       make_fault_point("rdma_create_event_channel"),
+    make_fault_point("rdma_create_id"),       make_fault_point("rdma_create_qp"),
+    make_fault_point("rdma_create_qp_ex"),    make_fault_point("rdma_create_srq"),
+    make_fault_point("rdma_create_srq_ex"),   make_fault_point("rdma_destroy_id"),
+    make_fault_point("rdma_disconnect"),      make_fault_point("rdma_establish"),
+    make_fault_point("rdma_get_cm_event"),    make_fault_point("rdma_get_devices"),
+    make_fault_point("rdma_get_remote_ece"),  make_fault_point("rdma_get_request"),
+    make_fault_point("rdma_getaddrinfo"),     make_fault_point("rdma_init_qp_attr"),
+    make_fault_point("rdma_join_multicast"),  make_fault_point("rdma_join_multicast_ex"),
+    make_fault_point("rdma_leave_multicast"), make_fault_point("rdma_listen"),
+    make_fault_point("rdma_migrate_id"),      make_fault_point("rdma_notify"),
+    make_fault_point("rdma_reject"),          make_fault_point("rdma_reject_ece"),
+    make_fault_point("rdma_resolve_addr"),    make_fault_point("rdma_resolve_route"),
+    make_fault_point("rdma_set_local_ece"),   make_fault_point("rdma_set_option"),
 };
 
 // The twin counts calls of rsocket functions, but a plan cannot name these functions, because their names have no
 // common prefix.
-constexpr std::array<std::string_view, 1> prefixes = {"rdma_"};
+constexpr std::array<std::string_view, 1> point_prefixes = {"rdma_"};
 
 } // namespace
 
-const std::string& session_error() {
-    // Never destroyed, because the thread of the manager may run while the process exits.
+const std::string& start_session() {
+    // The text is never destroyed, because the thread of the manager may run while the process exits.
     static const auto* const error = [] {
-        std::string fault_error = load_faults(points, prefixes);
+        std::string fault_error = load_faults(fault_points, point_prefixes);
         return new std::string(config().error.empty() ? std::move(fault_error) : config().error);
     }();
     return *error;
 }
 
 int find_injected_error(std::string_view function) {
-    return session_error().empty() ? find_injected_fault(function).value_or(0) : EINVAL;
+    return start_session().empty() ? find_injected_fault(function).value_or(0) : EINVAL;
 }
 
 } // namespace gdrkit::twin::rdmacm
@@ -69,7 +69,7 @@ using namespace gdrkit::twin;
 extern "C" {
 
 int gdrkit_twin_ledger(char* buffer, std::size_t size_bytes) {
-    rdmacm::session_error();
+    rdmacm::start_session();
     const std::string json = "{\"library\":\"rdmacm\",\"handles\":" + ledger_json() +
                              ",\"calls\":" + format_calls_json() + ",\"seed\":" + std::to_string(config().seed) +
                              ",\"delayed\":" + format_delayed_calls_json() + "}";
@@ -77,7 +77,7 @@ int gdrkit_twin_ledger(char* buffer, std::size_t size_bytes) {
 }
 
 int gdrkit_twin_faults(const char* plan) {
-    rdmacm::session_error();
+    rdmacm::start_session();
     const std::string error = replace_faults(plan);
     if (error.empty()) {
         return 0;

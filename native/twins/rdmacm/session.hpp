@@ -11,14 +11,16 @@
 
 namespace gdrkit::twin::rdmacm {
 
-// Return the error text of the environment variables or of the fault plan; empty if both are valid. They are read once.
-const std::string& session_error();
+// Read the environment variables and the fault plan at the first call. Return an error text, or an empty text if both
+// are valid.
+const std::string& start_session();
 
-// Count the call and return the errno that the fault plan injects, or that a malformed configuration causes; else 0.
+// Count the call of this function. Return the errno that the fault plan injects, or that a malformed configuration
+// causes; else 0.
 int find_injected_error(std::string_view function);
 
 // Run the body of an exported function. The body returns 0 or an errno. Return 0, or -1 with errno set.
-template <typename Body> int run_entry(std::string_view function, Body&& body) {
+template <typename Body> int run_call(std::string_view function, Body&& body) {
     int error = find_injected_error(function);
     try {
         if (error == 0) {

@@ -1,6 +1,6 @@
 // The binary interface of librdmacm: its structures and constants, as far as the twin needs them. They are declared
-// here, so that the build needs no headers of librdmacm. A test compares them with the real headers where these are
-// installed.
+// here, so that the build needs no headers of librdmacm. A test compares them with the real headers if the real headers
+// are installed.
 #pragma once
 
 #pragma GCC visibility push(default)

@@ -1,4 +1,4 @@
-// Checks received messages.
+// Checks the messages that this process receives from other connection managers.
 
 #include "rdmacm/wire.hpp"
 

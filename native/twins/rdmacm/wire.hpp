@@ -32,7 +32,7 @@ struct Message {
     std::uint32_t qp_num;
     std::uint32_t psn;
     std::uint32_t qkey;
-    std::uint32_t reason; // of a rejection, or the status of a datagram reply
+    std::uint32_t reason; // the reason of a rejection, or the status of a datagram reply
     std::uint16_t family; // AF_INET or AF_INET6, of both addresses
     std::uint16_t src_port, dst_port;
     std::uint8_t qp_type;

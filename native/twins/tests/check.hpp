@@ -1,4 +1,5 @@
-// The test framework: CHECK prints the failed condition and ends the process with exit code 1.
+// The assertion of the tests of the software twins: CHECK prints the failed condition and ends the process with exit
+// code 1.
 #pragma once
 
 #include <cstdio>

@@ -1,4 +1,5 @@
-// Reads contract files (contracts/) and the exported symbols of a library, to compare them.
+// Helpers for the tests of the software twins: they read contract files (contracts/) and the exported symbols of a
+// library, to compare them.
 #pragma once
 
 #include <elf.h>
@@ -25,15 +26,15 @@ inline std::vector<std::pair<std::string, std::string>> read_table(const char* p
             continue;
         }
         std::istringstream words(line);
-        std::string first, second, excess;
-        CHECK(words >> first >> second && !(words >> excess));
+        std::string first, second, extra_word;
+        CHECK(words >> first >> second && !(words >> extra_word));
         table.emplace_back(first, second);
     }
     return table;
 }
 
 // Return the names that the library defines in its dynamic symbol table.
-inline std::set<std::string> exported_symbols(const char* library) {
+inline std::set<std::string> read_exported_symbols(const char* library) {
     std::ifstream file(library, std::ios::binary);
     std::stringstream content;
     content << file.rdbuf();
@@ -47,12 +48,12 @@ inline std::set<std::string> exported_symbols(const char* library) {
         if (section.sh_type != SHT_DYNSYM) {
             continue;
         }
-        const char* const text = bytes.data() + sections[section.sh_link].sh_offset;
-        for (std::size_t at = 0; at < section.sh_size; at += sizeof(Elf64_Sym)) {
+        const char* const symbol_names = bytes.data() + sections[section.sh_link].sh_offset;
+        for (std::size_t offset = 0; offset < section.sh_size; offset += sizeof(Elf64_Sym)) {
             Elf64_Sym symbol;
-            std::memcpy(&symbol, bytes.data() + section.sh_offset + at, sizeof symbol);
+            std::memcpy(&symbol, bytes.data() + section.sh_offset + offset, sizeof symbol);
             if (symbol.st_shndx != SHN_UNDEF && ELF64_ST_BIND(symbol.st_info) != STB_LOCAL) {
-                names.insert(text + symbol.st_name);
+                names.insert(symbol_names + symbol.st_name);
             }
         }
     }

@@ -1,4 +1,5 @@
-// Compares the declarations of cuda_abi.hpp with the real cuda.h at compile time, if that header is installed.
+// Test of the software twin of libcuda: compares the declarations of cuda_abi.hpp with the real cuda.h at compile time,
+// if that header is installed.
 #include <cuda.h>
 
 #include "cuda/array_abi.hpp"

@@ -1,4 +1,4 @@
-// Tests of arrays and mipmapped arrays as memory.
+// Tests of the software twin of libcuda: CUDA arrays and mipmapped arrays as sources and destinations of copies.
 #include "cuda/array_abi.hpp"
 #include "cuda_driver.hpp"
 
@@ -9,7 +9,7 @@ namespace {
 constexpr u64 width = 100, height = 7, depth = 3, element_bytes = 8, row_bytes = width * element_bytes;
 const ArrayDescription volume{width, height, depth, format_float, 2, array_surface};
 
-Handle create(const ArrayDescription& description) {
+Handle create_array(const ArrayDescription& description) {
     Handle array = 0;
     EXPECT_SUCCESS("cuArray3DCreate_v2", &array, &description);
     return array;
@@ -35,16 +35,16 @@ CopySide3d make_host_side(void* host) {
 }
 
 void test_volume_is_copied() {
-    const u64 before = free_memory();
-    const Handle array = create(volume), other = create(volume);
-    CHECK(free_memory() < before);
-    std::vector<unsigned char> from = pattern(row_bytes * height * depth, 1), to(from.size());
-    const Copy3d into{make_host_side(from.data()), make_array_side(array), row_bytes, height, depth};
-    const Copy3d across{make_array_side(array), make_array_side(other), row_bytes, height, depth};
-    const Copy3d out{make_array_side(other), make_host_side(to.data()), row_bytes, height, depth};
-    EXPECT_SUCCESS("cuMemcpy3D_v2", &into);
-    EXPECT_SUCCESS("cuMemcpy3DAsync_v2", &across, Handle{0});
-    EXPECT_SUCCESS("cuMemcpy3D_v2", &out);
+    const u64 free_before = query_free_memory();
+    const Handle array = create_array(volume), second_array = create_array(volume);
+    CHECK(query_free_memory() < free_before);
+    std::vector<unsigned char> from = make_pattern(row_bytes * height * depth, 1), to(from.size());
+    const Copy3d copy_in{make_host_side(from.data()), make_array_side(array), row_bytes, height, depth};
+    const Copy3d copy_across{make_array_side(array), make_array_side(second_array), row_bytes, height, depth};
+    const Copy3d copy_out{make_array_side(second_array), make_host_side(to.data()), row_bytes, height, depth};
+    EXPECT_SUCCESS("cuMemcpy3D_v2", &copy_in);
+    EXPECT_SUCCESS("cuMemcpy3DAsync_v2", &copy_across, Handle{0});
+    EXPECT_SUCCESS("cuMemcpy3D_v2", &copy_out);
     CHECK(to == from);
     ArrayDescription queried{};
     EXPECT_SUCCESS("cuArray3DGetDescriptor_v2", &queried, array);
@@ -55,11 +55,11 @@ void test_volume_is_copied() {
         const Copy3d copy{make_host_side(from.data()), outside, row_bytes, height, depth};
         EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", &copy);
     }
-    for (const Handle array_to_destroy : {array, other}) {
+    for (const Handle array_to_destroy : {array, second_array}) {
         EXPECT_SUCCESS("cuArrayDestroy", array_to_destroy);
     }
-    EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", &into);
-    CHECK(free_memory() == before);
+    EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", &copy_in);
+    CHECK(query_free_memory() == free_before);
 }
 
 void test_parts_are_named_by_offsets() {
@@ -67,17 +67,18 @@ void test_parts_are_named_by_offsets() {
     Handle array = 0;
     EXPECT_SUCCESS("cuArrayCreate_v2", &array, &plane);
     const u64 memory = allocate(width);
-    const auto bytes = pattern(width, 2);
-    std::vector<unsigned char> read(width);
+    const auto bytes = make_pattern(width, 2);
+    std::vector<unsigned char> read_bytes(width);
     EXPECT_SUCCESS("cuMemcpyHtoA_v2", array, u64{0}, static_cast<const void*>(bytes.data()), u64{width});
     EXPECT_SUCCESS("cuMemcpyAtoD_v2", memory, array, u64{0}, u64{width});
     CHECK(read_device(memory, width) == bytes);
     EXPECT_SUCCESS("cuMemsetD8_v2", memory, static_cast<unsigned char>(9), u64{10});
     EXPECT_SUCCESS("cuMemcpyDtoA_v2", array, u64{90}, memory, u64{10});
     EXPECT_SUCCESS("cuMemcpyAtoA_v2", array, u64{0}, array, u64{95}, u64{5});
-    EXPECT_SUCCESS("cuMemcpyAtoHAsync_v2", static_cast<void*>(read.data()), array, u64{0}, u64{width}, Handle{0});
+    EXPECT_SUCCESS("cuMemcpyAtoHAsync_v2", static_cast<void*>(read_bytes.data()), array, u64{0}, u64{width}, Handle{0});
     EXPECT_SUCCESS("cuCtxSynchronize");
-    CHECK(read[0] == 9 && read[4] == 9 && read[5] == bytes[5] && read[89] == bytes[89] && read[99] == 9);
+    CHECK(read_bytes[0] == 9 && read_bytes[4] == 9 && read_bytes[5] == bytes[5] && read_bytes[89] == bytes[89] &&
+          read_bytes[99] == 9);
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoA_v2", array, u64{1}, static_cast<const void*>(bytes.data()), u64{width});
     PlaneDescription queried{};
     EXPECT_SUCCESS("cuArrayGetDescriptor_v2", &queried, array);
@@ -86,9 +87,9 @@ void test_parts_are_named_by_offsets() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// Each level is half as large, and the mipmapped array destroys it.
+// Each level is half as large as the level before. The mipmapped array destroys its levels.
 void test_mipmap_has_levels() {
-    const u64 before = free_memory();
+    const u64 free_before = query_free_memory();
     const ArrayDescription description{64, 16, 0, format_half, 4, 0};
     Handle mipmap = 0, level = 0;
     EXPECT_SUCCESS("cuMipmappedArrayCreate", &mipmap, &description, 99U);
@@ -99,12 +100,12 @@ void test_mipmap_has_levels() {
         CHECK(queried.width == u64{64} >> index && queried.height == (index < 4 ? u64{16} >> index : 1));
     }
     EXPECT_RESULT(invalid_value, "cuMipmappedArrayGetLevel", &level, mipmap, 7U);
-    const auto bytes = pattern(8, 3);
+    const auto bytes = make_pattern(8, 3);
     EXPECT_SUCCESS("cuMemcpyHtoA_v2", level, u64{0}, static_cast<const void*>(bytes.data()), u64{8});
     EXPECT_RESULT(invalid_handle, "cuArrayDestroy", level);
     EXPECT_SUCCESS("cuMipmappedArrayDestroy", mipmap);
     EXPECT_RESULT(invalid_handle, "cuArray3DGetDescriptor_v2", &queried, level);
-    CHECK(free_memory() == before);
+    CHECK(query_free_memory() == free_before);
 }
 
 void test_wrong_descriptions_are_refused() {
@@ -124,9 +125,9 @@ void test_wrong_descriptions_are_refused() {
     EXPECT_RESULT(invalid_handle, "cuArrayDestroy", Handle{5});
 }
 
-// The arrays of a context end with it.
+// A reset of the context destroys its arrays.
 void test_reset_destroys_arrays() {
-    const Handle array = create(volume);
+    const Handle array = create_array(volume);
     EXPECT_SUCCESS("cuDevicePrimaryCtxReset_v2", 0);
     init_device();
     EXPECT_RESULT(invalid_handle, "cuArrayDestroy", array);

@@ -1,5 +1,5 @@
-// Tests of contexts: primary contexts, created contexts, the context stack of a thread, and the objects that are
-// destroyed with a context.
+// Tests of the software twin of libcuda: primary contexts, created contexts, the context stack of a thread, and the
+// objects that are destroyed with a context.
 #include <thread>
 
 #include "cuda_driver.hpp"
@@ -8,22 +8,22 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-Handle current_context_handle() {
+Handle get_current_context() {
     Handle context = 1;
     EXPECT_SUCCESS("cuCtxGetCurrent", &context);
     return context;
 }
 
 void test_primary_context_ends_with_last_release() {
-    Handle context = 0, again = 0;
+    Handle context = 0, context_again = 0;
     unsigned flags = 99;
     int active = -1;
     EXPECT_SUCCESS("cuDevicePrimaryCtxGetState", 0, &flags, &active);
     CHECK(active == 0 && flags == 0);
     EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &context, 0);
-    CHECK(current_context_handle() == 0);
-    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &again, 0);
-    CHECK(context == again && context != 0);
+    CHECK(get_current_context() == 0);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &context_again, 0);
+    CHECK(context == context_again && context != 0);
     EXPECT_SUCCESS("cuCtxSetCurrent", context);
     EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
     EXPECT_SUCCESS("cuCtxSynchronize");
@@ -31,19 +31,19 @@ void test_primary_context_ends_with_last_release() {
     EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
     EXPECT_RESULT(context_is_destroyed, "cuCtxSynchronize");
     EXPECT_RESULT(invalid_context, "cuDevicePrimaryCtxRelease_v2", 0);
-    // The context gets the same handle again, but its memory was destroyed.
-    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &again, 0);
-    CHECK(again == context);
+    // The new primary context has the same handle, but the memory of the old context was destroyed.
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &context_again, 0);
+    CHECK(context_again == context);
     EXPECT_SUCCESS("cuCtxSynchronize");
     EXPECT_RESULT(not_found, "cuMemGetAddressRange_v2", static_cast<u64*>(nullptr), static_cast<u64*>(nullptr),
                   pointer);
-    // The context destroyed the memory. The program frees it for the first time, so the call fails and does not abort.
+    // The memory was destroyed with its context. A free of such memory fails. Only a second free by the program aborts.
     EXPECT_RESULT(invalid_value, "cuMemFree_v2", pointer);
     EXPECT_SUCCESS("cuDevicePrimaryCtxReset_v2", 0);
     EXPECT_RESULT(context_is_destroyed, "cuCtxSynchronize");
     EXPECT_SUCCESS("cuDevicePrimaryCtxSetFlags_v2", 0, 0x80U);
     EXPECT_RESULT(invalid_value, "cuDevicePrimaryCtxSetFlags_v2", 0, 0x1000U);
-    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &again, 0);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &context_again, 0);
     EXPECT_SUCCESS("cuCtxGetFlags", &flags);
     CHECK(flags == 0x88);
     EXPECT_SUCCESS("cuCtxSetCurrent", Handle{0});
@@ -57,7 +57,7 @@ void test_created_context_is_current_until_destroyed() {
     EXPECT_SUCCESS("cuCtxCreate_v2", &first, 0U, 0);
     ContextParameters parameters{};
     EXPECT_SUCCESS("cuCtxCreate_v4", &second, &parameters, 0U, 1);
-    CHECK(first != second && current_context_handle() == second);
+    CHECK(first != second && get_current_context() == second);
     int device = -1;
     EXPECT_SUCCESS("cuCtxGetDevice", &device);
     CHECK(device == 1);
@@ -76,19 +76,19 @@ void test_created_context_is_current_until_destroyed() {
     EXPECT_RESULT(peer_access_not_enabled, "cuCtxDisablePeerAccess", first);
     EXPECT_RESULT(peer_access_unsupported, "cuCtxEnablePeerAccess", second, 0U);
     EXPECT_SUCCESS("cuCtxPopCurrent_v2", &popped);
-    CHECK(popped == second && current_context_handle() == first);
-    // The stack belongs to the thread.
+    CHECK(popped == second && get_current_context() == first);
+    // Each thread has its own context stack.
     std::thread([&] {
-        CHECK(current_context_handle() == 0);
+        CHECK(get_current_context() == 0);
         EXPECT_RESULT(invalid_context, "cuCtxGetDevice", &device);
         EXPECT_SUCCESS("cuCtxPushCurrent_v2", second);
-        CHECK(current_context_handle() == second);
+        CHECK(get_current_context() == second);
     }).join();
     Handle stream = 0, event = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);
     EXPECT_SUCCESS("cuEventCreate", &event, 0U);
     EXPECT_SUCCESS("cuCtxDestroy_v2", first);
-    CHECK(current_context_handle() == 0);
+    CHECK(get_current_context() == 0);
     EXPECT_SUCCESS("cuCtxSetCurrent", second);
     EXPECT_RESULT(invalid_handle, "cuStreamSynchronize", stream);
     EXPECT_RESULT(invalid_handle, "cuStreamDestroy_v2", stream);
@@ -108,9 +108,9 @@ void test_context_settings_are_stored() {
     // CU_CTX_SCHED_SPIN and CU_CTX_SCHED_YIELD exclude each other.
     EXPECT_RESULT(invalid_value, "cuCtxSetFlags", 3U);
     EXPECT_SUCCESS("cuCtxSetFlags", 0U);
-    int least = 9, greatest = 9;
-    EXPECT_SUCCESS("cuCtxGetStreamPriorityRange", &least, &greatest);
-    CHECK(least == 0 && greatest == -5);
+    int least_priority = 9, greatest_priority = 9;
+    EXPECT_SUCCESS("cuCtxGetStreamPriorityRange", &least_priority, &greatest_priority);
+    CHECK(least_priority == 0 && greatest_priority == -5);
     u64 limit = 0;
     EXPECT_SUCCESS("cuCtxSetLimit", 2, u64{123456});
     EXPECT_SUCCESS("cuCtxGetLimit", &limit, 2);
@@ -123,12 +123,12 @@ void test_context_settings_are_stored() {
 }
 
 void test_second_destroy_aborts() {
-    const int status = status_of_child([] {
+    const int status = run_in_child([] {
         Handle context = 0;
-        cu("cuInit", 0U);
-        cu("cuCtxCreate_v2", &context, 0U, 0);
-        cu("cuCtxDestroy_v2", context);
-        cu("cuCtxDestroy_v2", context);
+        call_driver("cuInit", 0U);
+        call_driver("cuCtxCreate_v2", &context, 0U, 0);
+        call_driver("cuCtxDestroy_v2", context);
+        call_driver("cuCtxDestroy_v2", context);
     });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }

@@ -1,4 +1,5 @@
-// Tests of the CUDA twin's fault plan and control interface.
+// Tests of the software twin of libcuda: the fault plan, which makes chosen calls fail, and the ledger, which counts
+// calls and live handles.
 #include <cerrno>
 #include <fstream>
 
@@ -8,15 +9,15 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-std::string ledger_json() {
-    const int length_bytes = cu("gdrkit_twin_ledger", static_cast<char*>(nullptr), u64{0});
+std::string read_ledger() {
+    const int length_bytes = call_driver("gdrkit_twin_ledger", static_cast<char*>(nullptr), u64{0});
     std::vector<char> json(static_cast<std::size_t>(length_bytes) + 1);
-    CHECK(cu("gdrkit_twin_ledger", json.data(), u64{json.size()}) == length_bytes);
+    CHECK(call_driver("gdrkit_twin_ledger", json.data(), u64{json.size()}) == length_bytes);
     return json.data();
 }
 
 bool ledger_contains(const std::string& text) {
-    return ledger_json().find(text) != std::string::npos;
+    return read_ledger().find(text) != std::string::npos;
 }
 
 // Run cuInit in a child process that reads this fault plan, and check the result.
@@ -26,7 +27,7 @@ void check_plan_from_environment(const char* text, int expected_result) {
     CHECK(fd >= 0);
     close(fd);
     std::ofstream(path) << text;
-    const int status = status_of_child([&] {
+    const int status = run_in_child([&] {
         setenv("GDRKIT_TWINS_FAULTS", path, 1);
         EXPECT_RESULT(expected_result, "cuInit", 0U);
     });
@@ -46,24 +47,24 @@ void test_plans_from_environment() {
 }
 
 void test_injected_failure_has_no_effect() {
-    const u64 before = free_memory();
-    CHECK(cu("gdrkit_twin_faults",
-             "gdrkit-faults 1\ncuMemAlloc_v2 call=2-3 status=2\ncuCtxSynchronize call=* status=719\n") == 0);
-    u64 pointer = 0, other = 0;
+    const u64 free_before = query_free_memory();
+    CHECK(call_driver("gdrkit_twin_faults",
+                      "gdrkit-faults 1\ncuMemAlloc_v2 call=2-3 status=2\ncuCtxSynchronize call=* status=719\n") == 0);
+    u64 pointer = 0, second_pointer = 0;
     EXPECT_SUCCESS("cuMemAlloc_v2", &pointer, u64{4096});
-    EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &other, u64{4096});
-    EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &other, u64{4096});
-    CHECK(other == 0);
-    EXPECT_SUCCESS("cuMemAlloc_v2", &other, u64{4096});
+    EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &second_pointer, u64{4096});
+    EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &second_pointer, u64{4096});
+    CHECK(second_pointer == 0);
+    EXPECT_SUCCESS("cuMemAlloc_v2", &second_pointer, u64{4096});
     EXPECT_RESULT(719, "cuCtxSynchronize");
-    CHECK(cu("gdrkit_twin_faults", "gdrkit-faults 1\ncuNonsense\n") == EINVAL);
+    CHECK(call_driver("gdrkit_twin_faults", "gdrkit-faults 1\ncuNonsense\n") == EINVAL);
     EXPECT_RESULT(719, "cuCtxSynchronize");
-    CHECK(cu("gdrkit_twin_faults", "gdrkit-faults 1\n") == 0);
+    CHECK(call_driver("gdrkit_twin_faults", "gdrkit-faults 1\n") == 0);
     EXPECT_SUCCESS("cuCtxSynchronize");
     CHECK(ledger_contains("\"cuMemAlloc_v2\":4"));
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
-    EXPECT_SUCCESS("cuMemFree_v2", other);
-    CHECK(free_memory() == before);
+    EXPECT_SUCCESS("cuMemFree_v2", second_pointer);
+    CHECK(query_free_memory() == free_before);
 }
 
 void test_ledger_lists_live_handles() {

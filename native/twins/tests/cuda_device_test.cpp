@@ -1,4 +1,4 @@
-// Tests of devices: their number, identity, attributes and peer access.
+// Tests of the software twin of libcuda: the number of devices, their identity, attributes and peer access.
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -16,14 +16,14 @@ namespace {
 
 // Run the body in a child process with this environment variable.
 template <typename Body> void run_with_variable(const char* variable, const char* value, Body&& body) {
-    const int status = status_of_child([&] {
+    const int status = run_in_child([&] {
         setenv(variable, value, 1);
         body();
     });
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-int attribute(int number, int device = 0) {
+int query_attribute(int number, int device = 0) {
     int value = -99;
     EXPECT_SUCCESS("cuDeviceGetAttribute", &value, number, device);
     return value;
@@ -68,46 +68,46 @@ void expect_visible(const std::string& value, const std::vector<std::string>& uu
     });
 }
 
-// The rows with one device were seen on an H200 with driver 580.159.
+// The results for one device were observed on an H200 with driver 580.159.
 void test_visible_devices_select_and_order() {
-    std::string first, second;
+    std::string first_uuid, second_uuid;
     int sockets[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
-    const int status = status_of_child([&] {
+    const int status = run_in_child([&] {
         EXPECT_SUCCESS("cuInit", 0U);
-        const std::string both = format_uuid(0) + format_uuid(1);
-        CHECK(gdrkit::twin::send_all(sockets[1], both.data(), both.size()));
+        const std::string both_uuids = format_uuid(0) + format_uuid(1);
+        CHECK(gdrkit::twin::send_all(sockets[1], both_uuids.data(), both_uuids.size()));
     });
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    std::string both(80, 0);
-    CHECK(gdrkit::twin::recv_all(sockets[0], both.data(), both.size()));
-    first = both.substr(0, 40);
-    second = both.substr(40);
+    std::string both_uuids(80, 0);
+    CHECK(gdrkit::twin::recv_all(sockets[0], both_uuids.data(), both_uuids.size()));
+    first_uuid = both_uuids.substr(0, 40);
+    second_uuid = both_uuids.substr(40);
     close(sockets[0]);
     close(sockets[1]);
 
     for (const char* value : {"", "-1", "2,0", "GPU-", "GPU", "abc", ",0", "-1,0", "NoDevFiles", "MIG-"}) {
         run_with_variable("CUDA_VISIBLE_DEVICES", value, [] { EXPECT_RESULT(no_device, "cuInit", 0U); });
     }
-    for (const std::string& value : {std::string("0,0"), std::string("1,0,1"), first + "," + first}) {
+    for (const std::string& value : {std::string("0,0"), std::string("1,0,1"), first_uuid + "," + first_uuid}) {
         run_with_variable("CUDA_VISIBLE_DEVICES", value.c_str(), [] { EXPECT_RESULT(invalid_device, "cuInit", 0U); });
     }
     for (const char* value : {"0", "0,2", " 0", "0 ", "+0", "0x0", "00", "-0", "0abc", "0;1", "0,", "0,-1", "0,abc",
                               "0,,1", "4294967296"}) {
-        expect_visible(value, {first});
+        expect_visible(value, {first_uuid});
     }
-    std::string upper = first, compact = first;
-    std::ranges::transform(upper.begin() + 4, upper.end(), upper.begin() + 4,
+    std::string upper_case_uuid = first_uuid, compact_uuid = first_uuid;
+    std::ranges::transform(upper_case_uuid.begin() + 4, upper_case_uuid.end(), upper_case_uuid.begin() + 4,
                            [](char c) { return static_cast<char>(std::toupper(static_cast<unsigned char>(c))); });
-    std::erase(compact, '-');
-    compact.insert(3, "-");
-    for (const std::string& value :
-         {first, first.substr(0, 12), upper, compact, first + "x", first + ",0", "0," + first}) {
-        expect_visible(value, {first});
+    std::erase(compact_uuid, '-');
+    compact_uuid.insert(3, "-");
+    for (const std::string& value : {first_uuid, first_uuid.substr(0, 12), upper_case_uuid, compact_uuid,
+                                     first_uuid + "x", first_uuid + ",0", "0," + first_uuid}) {
+        expect_visible(value, {first_uuid});
     }
-    expect_visible("1,0", {second, first});
-    expect_visible(second + "," + first, {second, first});
-    expect_visible("1", {second});
+    expect_visible("1,0", {second_uuid, first_uuid});
+    expect_visible(second_uuid + "," + first_uuid, {second_uuid, first_uuid});
+    expect_visible("1", {second_uuid});
 }
 
 void test_devices_have_distinct_ids() {
@@ -131,26 +131,28 @@ void test_devices_have_distinct_ids() {
     for (const char* unused_id : {"0000:c0:00.0", "0001:a0:00.0", "a0:01.0", "ffff:ff:1f.0"}) {
         EXPECT_RESULT(invalid_device, "cuDeviceGetByPCIBusId", &device, unused_id);
     }
-    Uuid first{}, first_again{}, second{};
-    EXPECT_SUCCESS("cuDeviceGetUuid_v2", &first, 0);
-    EXPECT_SUCCESS("cuDeviceGetUuid", &first_again, 0);
-    EXPECT_SUCCESS("cuDeviceGetUuid_v2", &second, 1);
-    CHECK(std::memcmp(&first, &first_again, sizeof first) == 0 && std::memcmp(&first, &second, sizeof first) != 0);
-    u64 total = 0;
-    EXPECT_SUCCESS("cuDeviceTotalMem_v2", &total, 0);
-    CHECK(total == u64{8} << 30);
+    Uuid first_uuid{}, first_uuid_again{}, second_uuid{};
+    EXPECT_SUCCESS("cuDeviceGetUuid_v2", &first_uuid, 0);
+    EXPECT_SUCCESS("cuDeviceGetUuid", &first_uuid_again, 0);
+    EXPECT_SUCCESS("cuDeviceGetUuid_v2", &second_uuid, 1);
+    CHECK(std::memcmp(&first_uuid, &first_uuid_again, sizeof first_uuid) == 0 &&
+          std::memcmp(&first_uuid, &second_uuid, sizeof first_uuid) != 0);
+    u64 total_bytes = 0;
+    EXPECT_SUCCESS("cuDeviceTotalMem_v2", &total_bytes, 0);
+    CHECK(total_bytes == u64{8} << 30);
 }
 
 void test_attributes_have_expected_values() {
-    CHECK(attribute(device_dmabuf_supported) == 1 && attribute(device_gpu_direct_rdma_supported) == 1);
-    CHECK(attribute(device_gpu_direct_rdma_with_vmm_supported) == 1 && attribute(device_flush_writes_options) == 1);
-    CHECK(attribute(device_writes_ordering) == 100 && attribute(device_posix_fd_handles_supported) == 1);
-    CHECK(attribute(device_fabric_handles_supported) == 0 && attribute(device_multicast_supported) == 0);
-    CHECK(attribute(device_unified_addressing) == 1 && attribute(device_vmm_supported) == 1);
-    CHECK(attribute(device_memory_pools_supported) == 1 && attribute(device_compute_capability_major) == 9);
-    CHECK(attribute(device_pci_bus_id, 1) == attribute(device_pci_bus_id, 0) + 1);
+    CHECK(query_attribute(device_dmabuf_supported) == 1 && query_attribute(device_gpu_direct_rdma_supported) == 1);
+    CHECK(query_attribute(device_gpu_direct_rdma_with_vmm_supported) == 1 &&
+          query_attribute(device_flush_writes_options) == 1);
+    CHECK(query_attribute(device_writes_ordering) == 100 && query_attribute(device_posix_fd_handles_supported) == 1);
+    CHECK(query_attribute(device_fabric_handles_supported) == 0 && query_attribute(device_multicast_supported) == 0);
+    CHECK(query_attribute(device_unified_addressing) == 1 && query_attribute(device_vmm_supported) == 1);
+    CHECK(query_attribute(device_memory_pools_supported) == 1 && query_attribute(device_compute_capability_major) == 9);
+    CHECK(query_attribute(device_pci_bus_id, 1) == query_attribute(device_pci_bus_id, 0) + 1);
     for (int number = 1; number <= device_attribute_last; ++number) {
-        attribute(number);
+        query_attribute(number);
     }
     int value = 0, major = 0, minor = -1;
     EXPECT_RESULT(invalid_value, "cuDeviceGetAttribute", &value, 0, 0);

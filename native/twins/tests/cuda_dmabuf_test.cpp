@@ -1,4 +1,5 @@
-// Tests of dma-buf export: valid and invalid ranges, and memory that is freed while a dma-buf of it is open.
+// Tests of the software twin of libcuda: dma-buf export of valid and invalid ranges, and memory that is freed while a
+// dma-buf of it is open.
 #include <sys/mman.h>
 
 #include <cerrno>
@@ -13,16 +14,16 @@ using namespace gdrkit::twin::cuda;
 namespace {
 
 int export_range(u64 address, u64 length_bytes, int* fd, int type = range_handle_dmabuf, u64 flags = 0) {
-    return cu("cuMemGetHandleForAddressRange", static_cast<void*>(fd), address, length_bytes, type, flags);
+    return call_driver("cuMemGetHandleForAddressRange", static_cast<void*>(fd), address, length_bytes, type, flags);
 }
 
 Fd export_and_check(u64 address, u64 length_bytes) {
     int fd = -1;
     CHECK(export_range(address, length_bytes, &fd) == success);
-    Fd owned(fd);
+    Fd dmabuf_fd(fd);
     CHECK(lseek(fd, 0, SEEK_END) == static_cast<off_t>(length_bytes));
     CHECK(mmap(nullptr, 4096, PROT_READ, MAP_SHARED, fd, 0) == MAP_FAILED);
-    return owned;
+    return dmabuf_fd;
 }
 
 // The memory behind a dma-buf, mapped as an importer such as the verbs twin maps it.
@@ -62,7 +63,7 @@ void test_invalid_ranges_are_refused() {
 
 void test_exported_ranges_map_device_memory() {
     const u64 pointer = allocate(1 << 20);
-    const auto bytes = pattern(1 << 20, 4);
+    const auto bytes = make_pattern(1 << 20, 4);
     write_device(pointer, bytes);
     const Fd whole_export = export_and_check(pointer, 1 << 20), partial_export = export_and_check(pointer + 8192, 4096);
     ImportedMapping whole_view(whole_export.get()), partial_view(partial_export.get());
@@ -72,8 +73,8 @@ void test_exported_ranges_map_device_memory() {
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
 }
 
-// A small allocation may begin in the middle of a page. Only the whole pages that contain it can be exported. Its data
-// is in the exported page at the offset that its address has in its page.
+// A small allocation may begin in the middle of a page, but only whole pages can be exported. The allocation has the
+// same offset in the exported page as its address has in its page.
 void test_small_allocation_is_exported_by_pages() {
     const u64 first = allocate(100), second = allocate(5000);
     const u64 pointer = second % 4096 != 0 ? second : first;
@@ -90,35 +91,35 @@ void test_small_allocation_is_exported_by_pages() {
 }
 
 void test_dmabuf_keeps_freed_memory() {
-    const u64 before = free_memory();
+    const u64 free_before = query_free_memory();
     const u64 pointer = allocate(4 << 20);
-    const u64 id = buffer_id(pointer);
+    const u64 id = query_buffer_id(pointer);
     write_device(pointer, {1, 2, 3});
     Fd fd = export_and_check(pointer, 4 << 20);
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
-    CHECK(before - free_memory() == 4 << 20);
+    CHECK(free_before - query_free_memory() == 4 << 20);
     // The address is reused, while the dma-buf keeps the old pages alive.
-    const u64 again = allocate(4 << 20);
-    CHECK(again == pointer && buffer_id(again) > id);
-    write_device(again, {9, 9, 9});
+    const u64 new_pointer = allocate(4 << 20);
+    CHECK(new_pointer == pointer && query_buffer_id(new_pointer) > id);
+    write_device(new_pointer, {9, 9, 9});
     {
         ImportedMapping view(fd.get());
         CHECK(view[0] == 1 && view[2] == 3);
         view[0] = 77;
-        CHECK(read_device(again, 1)[0] == 9);
+        CHECK(read_device(new_pointer, 1)[0] == 9);
         fd.reset();
-        CHECK(before - free_memory() == 8 << 20); // the importer still references the freed memory
+        CHECK(free_before - query_free_memory() == 8 << 20); // the importer still references the freed memory
     }
-    CHECK(before - free_memory() == 4 << 20);
-    EXPECT_SUCCESS("cuMemFree_v2", again);
-    CHECK(free_memory() == before);
+    CHECK(free_before - query_free_memory() == 4 << 20);
+    EXPECT_SUCCESS("cuMemFree_v2", new_pointer);
+    CHECK(query_free_memory() == free_before);
 }
 
 } // namespace
 
 int main() {
     init_device();
-    // This test runs first, while no other memory is exported, because it counts every used byte.
+    // This test counts every used byte, so it runs first, while no other memory is exported.
     test_dmabuf_keeps_freed_memory();
     test_invalid_ranges_are_refused();
     test_exported_ranges_map_device_memory();

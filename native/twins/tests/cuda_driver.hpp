@@ -1,4 +1,5 @@
-// Helpers of the CUDA twin's tests: opens the twin by dlopen and calls its functions by name, as a C program does.
+// Helpers for the tests of the CUDA twin, the software twin of libcuda. They open the twin with dlopen and call its
+// functions by name, as a C program does.
 #pragma once
 
 #include <dlfcn.h>
@@ -35,8 +36,9 @@ inline void* driver() {
     return driver_handle;
 }
 
-// Call a function by name. Arguments must have the types of the interface: lengths, addresses and handles are u64.
-template <typename... Arguments> int cu(const char* symbol, Arguments... arguments) {
+// Call a function of the driver by name. The arguments must have the types of the API: lengths, addresses and handles
+// are u64.
+template <typename... Arguments> int call_driver(const char* symbol, Arguments... arguments) {
     void* const entry = dlsym(driver(), symbol);
     if (entry == nullptr) {
         std::fprintf(stderr, "%s is not exported\n", symbol);
@@ -48,7 +50,7 @@ template <typename... Arguments> int cu(const char* symbol, Arguments... argumen
 // Check that a function returns this code.
 #define EXPECT_RESULT(code, ...)                                                                                       \
     do {                                                                                                               \
-        const int result_ = cu(__VA_ARGS__);                                                                           \
+        const int result_ = call_driver(__VA_ARGS__);                                                                  \
         if (result_ != (code)) {                                                                                       \
             std::fprintf(stderr, "%s:%d: %s returned %d, not %d\n", __FILE__, __LINE__, #__VA_ARGS__, result_,         \
                          static_cast<int>(code));                                                                      \
@@ -72,23 +74,23 @@ inline u64 allocate(u64 length_bytes) {
     return pointer;
 }
 
-inline u64 buffer_id(u64 pointer) {
+inline u64 query_buffer_id(u64 pointer) {
     u64 id = 0;
     EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&id), static_cast<int>(pointer_buffer_id), pointer);
     return id;
 }
 
-inline u64 free_memory() {
+inline u64 query_free_memory() {
     u64 free = 0, total = 0;
     EXPECT_SUCCESS("cuMemGetInfo_v2", &free, &total);
     return free;
 }
 
-// Wait until the device has this much free memory; return false after a timeout. The wait is needed because the memory
-// may be freed late: a thread that passes a descriptor to another process closes its own copy only afterwards.
+// Wait until the device has this much free memory. Return false after a timeout. Memory may be freed late, because a
+// thread that passes a descriptor to another process closes its own copy of the descriptor only afterwards.
 inline bool wait_for_free_memory(u64 length_bytes) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (free_memory() != length_bytes) {
+    while (query_free_memory() != length_bytes) {
         if (std::chrono::steady_clock::now() > deadline) {
             return false;
         }
@@ -108,21 +110,21 @@ inline std::vector<unsigned char> read_device(u64 from, std::size_t length_bytes
 }
 
 // Return test data in which neighbouring bytes, and data of different seeds, differ.
-inline std::vector<unsigned char> pattern(std::size_t length_bytes, unsigned seed) {
+inline std::vector<unsigned char> make_pattern(std::size_t length_bytes, unsigned seed) {
     std::vector<unsigned char> bytes(length_bytes);
-    for (std::size_t at = 0; at < length_bytes; ++at) {
-        bytes[at] = static_cast<unsigned char>((at * 131 + at / 251 + seed) & 0xff);
+    for (std::size_t index = 0; index < length_bytes; ++index) {
+        bytes[index] = static_cast<unsigned char>((index * 131 + index / 251 + seed) & 0xff);
     }
     return bytes;
 }
 
 // Run `body` in a forked child and return its wait status.
-template <typename Body> int status_of_child(Body&& body) {
+template <typename Body> int run_in_child(Body&& body) {
     std::fflush(nullptr);
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        // Remove handlers of the sanitizers: the test expects the plain signal.
+        // Remove the signal handlers of the sanitizers, because the test expects that the signal ends the process.
         signal(SIGSEGV, SIG_DFL);
         signal(SIGABRT, SIG_DFL);
         if (std::freopen("/dev/null", "w", stderr) == nullptr) {

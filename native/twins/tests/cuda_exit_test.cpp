@@ -1,5 +1,5 @@
-// Test that a program may call the driver until it exits. Destructors of static objects run after the thread-local data
-// of the main thread was destroyed, which includes the context stack.
+// Test of the software twin of libcuda: a program may call the driver until it exits. Destructors of static objects run
+// after the thread-local data of the main thread was destroyed, which includes the context stack.
 #include "cuda_driver.hpp"
 
 using namespace gdrkit::twin::cuda;
@@ -15,10 +15,11 @@ struct MemoryOwner {
             return;
         }
         // The thread has lost its context stack, but can make a context current again.
-        CHECK(cu("cuCtxGetCurrent", &context) == success && context == 0);
-        CHECK(cu("cuMemFree_v2", memory) == invalid_context);
-        CHECK(cu("cuDevicePrimaryCtxRetain", &context, 0) == success && cu("cuCtxSetCurrent", context) == success);
-        CHECK(cu("cuMemFree_v2", memory) == success);
+        CHECK(call_driver("cuCtxGetCurrent", &context) == success && context == 0);
+        CHECK(call_driver("cuMemFree_v2", memory) == invalid_context);
+        CHECK(call_driver("cuDevicePrimaryCtxRetain", &context, 0) == success &&
+              call_driver("cuCtxSetCurrent", context) == success);
+        CHECK(call_driver("cuMemFree_v2", memory) == success);
     }
 };
 

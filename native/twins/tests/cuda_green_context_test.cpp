@@ -1,4 +1,5 @@
-// Tests of green contexts and of the resources from which they are made.
+// Tests of the software twin of libcuda: green contexts, which use only some multiprocessors of a device, and the
+// resources from which a program creates them.
 #include "cuda/device.hpp"
 #include "cuda/green_context.hpp"
 #include "cuda_driver.hpp"
@@ -7,17 +8,17 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-constexpr int multiprocessors = resource_multiprocessors;
+constexpr int multiprocessor_resource = resource_multiprocessors;
 
-DeviceResource device_resource(Device device = 0) {
+DeviceResource query_device_resource(Device device = 0) {
     DeviceResource resource{};
-    EXPECT_SUCCESS("cuDeviceGetDevResource", device, &resource, multiprocessors);
+    EXPECT_SUCCESS("cuDeviceGetDevResource", device, &resource, multiprocessor_resource);
     return resource;
 }
 
-int split(DeviceResource* parts, std::uint32_t* count, const DeviceResource& input, DeviceResource* rest,
-          unsigned flags, unsigned count_min) {
-    return cu("cuDevSmResourceSplitByCount", parts, count, &input, rest, flags, count_min);
+int split_resource(DeviceResource* parts, std::uint32_t* count, const DeviceResource& input, DeviceResource* remainder,
+                   unsigned flags, unsigned count_min) {
+    return call_driver("cuDevSmResourceSplitByCount", parts, count, &input, remainder, flags, count_min);
 }
 
 Handle make_descriptor(std::vector<DeviceResource> resources) {
@@ -27,47 +28,48 @@ Handle make_descriptor(std::vector<DeviceResource> resources) {
 }
 
 Handle create_green_context(Handle descriptor) {
-    Handle green = 0;
-    EXPECT_SUCCESS("cuGreenCtxCreate", &green, descriptor, 0, green_context_default_stream_flag);
-    return green;
+    Handle green_context = 0;
+    EXPECT_SUCCESS("cuGreenCtxCreate", &green_context, descriptor, 0, green_context_default_stream_flag);
+    return green_context;
 }
 
-// 132 multiprocessors make groups of at least 8, or of 2 if a cluster of blocks need not run on one group.
+// The device has 132 multiprocessors. A group has at least 8 of them, or 2 if a cluster of blocks may run on several
+// groups.
 void test_resource_is_split() {
-    const DeviceResource whole = device_resource();
+    const DeviceResource whole = query_device_resource();
     CHECK(whole.count == multiprocessor_count && whole.partition_min == 8 && whole.alignment == 8);
     std::uint32_t count = 0;
-    CHECK(split(nullptr, &count, whole, nullptr, 0, 0) == success && count == 16);
-    CHECK(split(nullptr, &count, whole, nullptr, 0, 9) == success && count == 8);
-    CHECK(split(nullptr, &count, whole, nullptr, split_ignore_coscheduling, 3) == success && count == 33);
-    DeviceResource parts[4] = {}, rest{};
+    CHECK(split_resource(nullptr, &count, whole, nullptr, 0, 0) == success && count == 16);
+    CHECK(split_resource(nullptr, &count, whole, nullptr, 0, 9) == success && count == 8);
+    CHECK(split_resource(nullptr, &count, whole, nullptr, split_ignore_coscheduling, 3) == success && count == 33);
+    DeviceResource parts[4] = {}, remainder{};
     count = 4;
-    CHECK(split(parts, &count, whole, &rest, 0, 20) == success && count == 4);
-    CHECK(parts[0].count == 24 && parts[3].count == 24 && rest.count == 132 - 4 * 24);
+    CHECK(split_resource(parts, &count, whole, &remainder, 0, 20) == success && count == 4);
+    CHECK(parts[0].count == 24 && parts[3].count == 24 && remainder.count == 132 - 4 * 24);
     count = 3;
-    CHECK(split(parts, &count, whole, &rest, split_ignore_coscheduling, 66) == success && count == 2);
-    CHECK(parts[0].count == 66 && rest.type == resource_invalid);
+    CHECK(split_resource(parts, &count, whole, &remainder, split_ignore_coscheduling, 66) == success && count == 2);
+    CHECK(parts[0].count == 66 && remainder.type == resource_invalid);
 }
 
 void test_wrong_resources_are_refused() {
-    DeviceResource resource = device_resource(), part{}, other_part{};
+    DeviceResource resource = query_device_resource(), part{}, other_part{};
     std::uint32_t count = 1;
     Handle handle = 0;
     EXPECT_RESULT(invalid_resource_type, "cuDeviceGetDevResource", 0, &resource, 1000);
-    EXPECT_RESULT(invalid_device, "cuDeviceGetDevResource", 99, &resource, multiprocessors);
-    CHECK(split(&part, nullptr, resource, nullptr, 0, 8) == invalid_value);
-    CHECK(split(&part, &count, resource, nullptr, 4, 8) == invalid_value);
-    CHECK(split(&part, &count, resource, nullptr, 0, 133) == invalid_value);
-    CHECK(split(&part, &count, resource, nullptr, 0, 130) == invalid_resource_configuration);
-    CHECK(split(&part, &count, DeviceResource{}, nullptr, 0, 8) == invalid_resource_type);
-    CHECK(split(&part, &count, resource, nullptr, 0, 8) == success);
-    CHECK(split(&other_part, &count, part, nullptr, 0, 8) == invalid_resource_configuration);
-    CHECK(split(&other_part, &count, resource, nullptr, 0, 8) == success);
+    EXPECT_RESULT(invalid_device, "cuDeviceGetDevResource", 99, &resource, multiprocessor_resource);
+    CHECK(split_resource(&part, nullptr, resource, nullptr, 0, 8) == invalid_value);
+    CHECK(split_resource(&part, &count, resource, nullptr, 4, 8) == invalid_value);
+    CHECK(split_resource(&part, &count, resource, nullptr, 0, 133) == invalid_value);
+    CHECK(split_resource(&part, &count, resource, nullptr, 0, 130) == invalid_resource_configuration);
+    CHECK(split_resource(&part, &count, DeviceResource{}, nullptr, 0, 8) == invalid_resource_type);
+    CHECK(split_resource(&part, &count, resource, nullptr, 0, 8) == success);
+    CHECK(split_resource(&other_part, &count, part, nullptr, 0, 8) == invalid_resource_configuration);
+    CHECK(split_resource(&other_part, &count, resource, nullptr, 0, 8) == success);
     // Several resources must be different parts of one split.
     for (const DeviceResource& second : {part, other_part}) {
-        const DeviceResource both[] = {part, second};
+        const DeviceResource resource_pair[] = {part, second};
         EXPECT_RESULT(invalid_resource_configuration, "cuDevResourceGenerateDesc", &handle,
-                      static_cast<const DeviceResource*>(both), 2U);
+                      static_cast<const DeviceResource*>(resource_pair), 2U);
     }
     EXPECT_RESULT(invalid_value, "cuDevResourceGenerateDesc", &handle, static_cast<const DeviceResource*>(&part), 0U);
     const Handle descriptor = make_descriptor({part});
@@ -77,62 +79,62 @@ void test_wrong_resources_are_refused() {
     EXPECT_RESULT(invalid_context, "cuGreenCtxDestroy", Handle{5});
 }
 
-// The parts of one split make a green context together, whose resource can be split again.
+// A green context can have several parts of one split. Its resource can be split again.
 void test_green_context_has_its_resources() {
-    DeviceResource parts[2] = {}, rest{}, queried{};
+    DeviceResource parts[2] = {}, remainder{}, queried{};
     std::uint32_t count = 2;
-    CHECK(split(parts, &count, device_resource(), &rest, 0, 16) == success);
-    const Handle green = create_green_context(make_descriptor({parts[0], rest}));
+    CHECK(split_resource(parts, &count, query_device_resource(), &remainder, 0, 16) == success);
+    const Handle green_context = create_green_context(make_descriptor({parts[0], remainder}));
     Handle context = 0;
-    EXPECT_SUCCESS("cuCtxFromGreenCtx", &context, green);
-    EXPECT_SUCCESS("cuGreenCtxGetDevResource", green, &queried, multiprocessors);
-    CHECK(queried.count == 16 + rest.count);
-    EXPECT_SUCCESS("cuCtxGetDevResource", context, &queried, multiprocessors);
-    CHECK(queried.count == 16 + rest.count);
-    CHECK(split(parts, &count, queried, nullptr, 0, 56) == success && count == 2);
+    EXPECT_SUCCESS("cuCtxFromGreenCtx", &context, green_context);
+    EXPECT_SUCCESS("cuGreenCtxGetDevResource", green_context, &queried, multiprocessor_resource);
+    CHECK(queried.count == 16 + remainder.count);
+    EXPECT_SUCCESS("cuCtxGetDevResource", context, &queried, multiprocessor_resource);
+    CHECK(queried.count == 16 + remainder.count);
+    CHECK(split_resource(parts, &count, queried, nullptr, 0, 56) == success && count == 2);
     EXPECT_RESULT(invalid_context, "cuCtxDestroy_v2", context);
-    EXPECT_SUCCESS("cuGreenCtxDestroy", green);
+    EXPECT_SUCCESS("cuGreenCtxDestroy", green_context);
     EXPECT_RESULT(invalid_context, "cuCtxSetCurrent", context);
 }
 
-// A stream of a green context copies. Memory belongs to the primary context, and outlives the green context.
+// The memory that a stream of a green context uses belongs to the primary context, and outlives the green context.
 void test_green_context_copies(Handle primary) {
-    const Handle green = create_green_context(make_descriptor({device_resource()}));
+    const Handle green_context = create_green_context(make_descriptor({query_device_resource()}));
     Handle context = 0, stream = 0, queried = 0, queried_green = 0;
-    EXPECT_SUCCESS("cuCtxFromGreenCtx", &context, green);
-    EXPECT_RESULT(invalid_value, "cuGreenCtxStreamCreate", &stream, green, 0U, 0);
-    EXPECT_SUCCESS("cuGreenCtxStreamCreate", &stream, green, 1U, 0);
+    EXPECT_SUCCESS("cuCtxFromGreenCtx", &context, green_context);
+    EXPECT_RESULT(invalid_value, "cuGreenCtxStreamCreate", &stream, green_context, 0U, 0);
+    EXPECT_SUCCESS("cuGreenCtxStreamCreate", &stream, green_context, 1U, 0);
     EXPECT_SUCCESS("cuStreamGetCtx", stream, &queried);
     CHECK(queried == context && queried != primary);
     EXPECT_SUCCESS("cuStreamGetCtx_v2", stream, &queried, &queried_green);
-    CHECK(queried == primary && queried_green == green);
+    CHECK(queried == primary && queried_green == green_context);
     EXPECT_SUCCESS("cuStreamGetGreenCtx", Handle{0}, &queried_green);
     CHECK(queried_green == 0);
     EXPECT_SUCCESS("cuCtxPushCurrent_v2", context);
     EXPECT_SUCCESS("cuStreamGetGreenCtx", Handle{0}, &queried_green);
-    CHECK(queried_green == green);
+    CHECK(queried_green == green_context);
     const u64 memory = allocate(1000);
     EXPECT_SUCCESS("cuCtxPopCurrent_v2", &queried);
     for (unsigned value = 1; value < 4; ++value) {
         EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(value), u64{1000}, stream);
-        EXPECT_SUCCESS("cuCtxSynchronize"); // of the primary context, which includes the green contexts
+        EXPECT_SUCCESS("cuCtxSynchronize"); // a wait for the primary context includes the green contexts
         EXPECT_SUCCESS("cuStreamQuery", stream);
     }
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
-    EXPECT_SUCCESS("cuGreenCtxDestroy", green);
+    EXPECT_SUCCESS("cuGreenCtxDestroy", green_context);
     CHECK(read_device(memory, 1000)[999] == 3);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
 // A green context retains the primary context of its device.
 void test_green_context_keeps_the_primary_context() {
-    const Handle green = create_green_context(make_descriptor({device_resource()}));
+    const Handle green_context = create_green_context(make_descriptor({query_device_resource()}));
     unsigned flags = 0;
     int is_active = 0;
     EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
     EXPECT_SUCCESS("cuDevicePrimaryCtxGetState", 0, &flags, &is_active);
     CHECK(is_active == 1);
-    EXPECT_SUCCESS("cuGreenCtxDestroy", green);
+    EXPECT_SUCCESS("cuGreenCtxDestroy", green_context);
     EXPECT_SUCCESS("cuDevicePrimaryCtxGetState", 0, &flags, &is_active);
     CHECK(is_active == 0);
 }

@@ -1,4 +1,5 @@
-// Tests of host memory that the device can access: pinned, registered and managed memory.
+// Tests of the software twin of libcuda: host memory that the device can access (pinned, registered and managed
+// memory).
 #include <sys/mman.h>
 
 #include <cstring>

@@ -1,4 +1,5 @@
-// Tests of interprocess events. Another process makes the event, and both processes record it and wait for it.
+// Tests of the software twin of libcuda: interprocess events. Another process creates the event, and both processes
+// record it and wait for it.
 #include <pthread.h>
 
 #include <atomic>
@@ -13,7 +14,7 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-constexpr unsigned interprocess = event_interprocess | event_disable_timing;
+constexpr unsigned interprocess_flags = event_interprocess | event_disable_timing;
 // Messages between the processes.
 constexpr char is_recorded = 'r', may_continue = 'c';
 
@@ -37,21 +38,21 @@ Handle create_event(unsigned flags) {
     return event;
 }
 
-// Body of the process that makes the event.
+// The other process runs this function. It creates the event.
 int run_owner(int socket) {
     init_device();
-    Handle stream = 0, opened = 0;
+    Handle stream = 0, opened_event = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);
-    const Handle event = create_event(interprocess);
+    const Handle event = create_event(interprocess_flags);
     IpcHandle handle{};
     EXPECT_SUCCESS("cuIpcGetEventHandle", &handle, event);
-    EXPECT_RESULT(invalid_context, "cuIpcOpenEventHandle", &opened, handle);
+    EXPECT_RESULT(invalid_context, "cuIpcOpenEventHandle", &opened_event, handle);
     send_value(socket, handle);
     Gate gate(stream);
     EXPECT_SUCCESS("cuEventRecord", event, stream);
     EXPECT_RESULT(not_ready, "cuEventQuery", event);
     send_value(socket, is_recorded);
-    receive_value<char>(socket); // the importer has seen that the record is not done
+    receive_value<char>(socket); // the importer has checked that the record is not done
     gate.open();
     receive_value<char>(socket); // the importer has recorded the event behind a gate
     EXPECT_RESULT(not_ready, "cuEventQuery", event);
@@ -91,7 +92,7 @@ void test_processes_wait_for_each_other() {
     gate.open();
     CHECK(receive_value<char>(socket) == is_recorded);
     EXPECT_RESULT(not_ready, "cuEventQuery", event);
-    // Work of a process that has ended does not block others.
+    // Unfinished work of a process that has ended does not block other processes.
     owner.kill_and_wait();
     EXPECT_SUCCESS("cuEventSynchronize", event);
     EXPECT_RESULT(invalid_handle, "cuIpcOpenEventHandle", &event, handle);
@@ -105,26 +106,26 @@ void test_invalid_arguments_are_refused() {
     EXPECT_RESULT(invalid_value, "cuEventCreate", &event, static_cast<unsigned>(event_interprocess));
     EXPECT_RESULT(map_failed, "cuIpcOpenEventHandle", &event, handle);
     EXPECT_RESULT(invalid_handle, "cuIpcGetEventHandle", &handle, Handle{77});
-    const Handle ordinary = create_event(event_disable_timing), shared = create_event(interprocess);
-    EXPECT_RESULT(invalid_handle, "cuIpcGetEventHandle", &handle, ordinary);
-    EXPECT_RESULT(invalid_value, "cuIpcGetEventHandle", static_cast<IpcHandle*>(nullptr), shared);
-    // A handle of memory is no handle of an event.
+    const Handle ordinary_event = create_event(event_disable_timing), shared_event = create_event(interprocess_flags);
+    EXPECT_RESULT(invalid_handle, "cuIpcGetEventHandle", &handle, ordinary_event);
+    EXPECT_RESULT(invalid_value, "cuIpcGetEventHandle", static_cast<IpcHandle*>(nullptr), shared_event);
+    // A handle of memory cannot be opened as a handle of an event.
     const u64 memory = allocate(100);
     EXPECT_SUCCESS("cuIpcGetMemHandle", &handle, memory);
     EXPECT_RESULT(map_failed, "cuIpcOpenEventHandle", &event, handle);
     float milliseconds = 0;
-    EXPECT_SUCCESS("cuEventRecord", shared, Handle{0});
-    EXPECT_SUCCESS("cuEventSynchronize", shared);
-    EXPECT_RESULT(invalid_handle, "cuEventElapsedTime", &milliseconds, shared, shared);
-    for (const Handle each : {ordinary, shared}) {
-        EXPECT_SUCCESS("cuEventDestroy_v2", each);
+    EXPECT_SUCCESS("cuEventRecord", shared_event, Handle{0});
+    EXPECT_SUCCESS("cuEventSynchronize", shared_event);
+    EXPECT_RESULT(invalid_handle, "cuEventElapsedTime", &milliseconds, shared_event, shared_event);
+    for (const Handle event_to_destroy : {ordinary_event, shared_event}) {
+        EXPECT_SUCCESS("cuEventDestroy_v2", event_to_destroy);
     }
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// An event that was never recorded is done, as an ordinary one is.
+// An interprocess event that was never recorded is done, like an ordinary event.
 void test_event_without_record_is_done() {
-    const Handle event = create_event(interprocess);
+    const Handle event = create_event(interprocess_flags);
     EXPECT_SUCCESS("cuEventQuery", event);
     EXPECT_SUCCESS("cuEventSynchronize", event);
     EXPECT_SUCCESS("cuStreamWaitEvent", Handle{0}, event, 0U);
@@ -132,44 +133,46 @@ void test_event_without_record_is_done() {
     EXPECT_SUCCESS("cuEventDestroy_v2", event);
 }
 
-// A wait for a record does not end with a later record in another stream.
+// A stream waits for one record of an event. The wait does not end when a later record in another stream is done.
 void test_records_are_done_in_any_order() {
-    const Handle event = create_event(interprocess);
-    Handle slow = 0, idle = 0, waiting = 0;
-    for (Handle* const stream : {&slow, &idle, &waiting}) {
+    const Handle event = create_event(interprocess_flags);
+    Handle slow_stream = 0, idle_stream = 0, waiting_stream = 0;
+    for (Handle* const stream : {&slow_stream, &idle_stream, &waiting_stream}) {
         EXPECT_SUCCESS("cuStreamCreate", stream, unsigned{stream_non_blocking});
     }
-    Gate gate(slow);
-    EXPECT_SUCCESS("cuEventRecord", event, slow);
-    EXPECT_SUCCESS("cuStreamWaitEvent", waiting, event, 0U);
-    std::promise<void> is_reached;
+    Gate gate(slow_stream);
+    EXPECT_SUCCESS("cuEventRecord", event, slow_stream);
+    EXPECT_SUCCESS("cuStreamWaitEvent", waiting_stream, event, 0U);
+    std::promise<void> reached_promise;
     EXPECT_SUCCESS(
-        "cuLaunchHostFunc", waiting, +[](void* reached) { static_cast<std::promise<void>*>(reached)->set_value(); },
-        static_cast<void*>(&is_reached));
-    EXPECT_SUCCESS("cuEventRecord", event, idle);
+        "cuLaunchHostFunc", waiting_stream,
+        +[](void* reached) { static_cast<std::promise<void>*>(reached)->set_value(); },
+        static_cast<void*>(&reached_promise));
+    EXPECT_SUCCESS("cuEventRecord", event, idle_stream);
     EXPECT_SUCCESS("cuEventSynchronize", event);
-    auto reached = is_reached.get_future();
+    auto reached = reached_promise.get_future();
     CHECK(reached.wait_for(std::chrono::milliseconds(300)) == std::future_status::timeout);
     gate.open();
     reached.wait();
     EXPECT_SUCCESS("cuEventQuery", event);
     EXPECT_SUCCESS("cuEventDestroy_v2", event);
-    for (const Handle stream : {slow, idle, waiting}) {
+    for (const Handle stream : {slow_stream, idle_stream, waiting_stream}) {
         EXPECT_SUCCESS("cuStreamSynchronize", stream);
         EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
     }
 }
 
-// If the system has no thread for the stream, the record fails, and nothing waits for it.
+// If the twin cannot create a thread for the stream, the record fails, and later calls do not wait for it.
 void test_failed_record_is_ended() {
-    const Handle event = create_event(interprocess);
+    const Handle event = create_event(interprocess_flags);
     Handle stream = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);
-    pthread_attr_t usual, huge;
-    CHECK(pthread_getattr_default_np(&usual) == 0 && pthread_attr_init(&huge) == 0);
-    CHECK(pthread_attr_setstacksize(&huge, std::size_t{1} << 60) == 0 && pthread_setattr_default_np(&huge) == 0);
+    pthread_attr_t previous_attributes, huge_attributes;
+    CHECK(pthread_getattr_default_np(&previous_attributes) == 0 && pthread_attr_init(&huge_attributes) == 0);
+    CHECK(pthread_attr_setstacksize(&huge_attributes, std::size_t{1} << 60) == 0 &&
+          pthread_setattr_default_np(&huge_attributes) == 0);
     EXPECT_RESULT(operating_system_error, "cuEventRecord", event, stream);
-    CHECK(pthread_setattr_default_np(&usual) == 0);
+    CHECK(pthread_setattr_default_np(&previous_attributes) == 0);
     EXPECT_SUCCESS("cuEventQuery", event);
     EXPECT_SUCCESS("cuEventRecord", event, stream);
     EXPECT_SUCCESS("cuEventSynchronize", event);

@@ -1,5 +1,5 @@
-// Tests of CUDA IPC. In the first test another process owns the memory and this process imports it. The other tests use
-// handles of this process.
+// Tests of the software twin of libcuda: memory that processes share by CUDA IPC. In the first test, another process
+// owns the memory and this process imports it. The other tests use handles of this process.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -23,26 +23,26 @@ IpcHandle get_handle(u64 pointer) {
     return handle;
 }
 
-// Body of the owning process: sends handles, and frees the memory after the importer has written to it.
+// The owning process runs this function. It sends handles, and frees the memory after the importer has written to it.
 int run_owner(int socket) {
     init_device();
     const u64 first = allocate(5000), second = allocate(3 << 20);
-    write_device(second, pattern(3 << 20, 1));
-    // A handle identifies the allocation, whichever of its addresses it was made for.
+    write_device(second, make_pattern(3 << 20, 1));
+    // The handle is the same for each address of an allocation.
     const IpcHandle handle = get_handle(second), handle_of_second_page = get_handle(second + 4096);
     CHECK(std::memcmp(&handle, &handle_of_second_page, sizeof handle) == 0);
-    u64 opened = 0;
-    EXPECT_RESULT(invalid_context, "cuIpcOpenMemHandle_v2", &opened, handle, lazy_peer_access);
+    u64 opened_pointer = 0;
+    EXPECT_RESULT(invalid_context, "cuIpcOpenMemHandle_v2", &opened_pointer, handle, lazy_peer_access);
     send_value(socket, handle);
     send_value(socket, get_handle(first));
     CHECK(receive_value<char>(socket) == importer_has_written);
-    CHECK(read_device(second + 7, 100) == pattern(100, 2));
-    const u64 before = free_memory();
+    CHECK(read_device(second + 7, 100) == make_pattern(100, 2));
+    const u64 free_before = query_free_memory();
     EXPECT_SUCCESS("cuMemFree_v2", second);
-    CHECK(free_memory() == before); // the importer still references the memory
+    CHECK(query_free_memory() == free_before); // the importer still references the memory
     send_value(socket, owner_has_freed);
     CHECK(receive_value<char>(socket) == importer_has_closed);
-    CHECK(wait_for_free_memory(before + (3 << 20)));
+    CHECK(wait_for_free_memory(free_before + (3 << 20)));
     send_value(socket, get_handle(first));
     receive_value<char>(socket); // the test kills this process here
     return 1;
@@ -57,8 +57,8 @@ void test_imported_memory_outlives_free_by_owner() {
     EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy_peer_access);
     EXPECT_SUCCESS("cuIpcOpenMemHandle", &pointer_again, handle, lazy_peer_access);
     CHECK(pointer == pointer_again);
-    CHECK(read_device(pointer, 3 << 20) == pattern(3 << 20, 1));
-    write_device(pointer + 7, pattern(100, 2));
+    CHECK(read_device(pointer, 3 << 20) == make_pattern(3 << 20, 1));
+    write_device(pointer + 7, make_pattern(100, 2));
     EXPECT_RESULT(invalid_value, "cuMemsetD8_v2", pointer, static_cast<unsigned char>(1), u64{(3 << 20) + 1});
     // An H200 refuses these functions for imported memory.
     int fd = -1;
@@ -67,7 +67,7 @@ void test_imported_memory_outlives_free_by_owner() {
                   range_handle_dmabuf, u64{0});
     EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &exported_handle, pointer);
     EXPECT_RESULT(invalid_value, "cuMemFree_v2", pointer);
-    CHECK(buffer_id(pointer) != 0);
+    CHECK(query_buffer_id(pointer) != 0);
     // A small allocation has the same offset in its page as in the owner.
     u64 small_pointer = 0, base = 0, length = 0;
     EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &small_pointer, small_handle, lazy_peer_access);
@@ -77,9 +77,9 @@ void test_imported_memory_outlives_free_by_owner() {
     send_value(socket, importer_has_written);
     CHECK(receive_value<char>(socket) == owner_has_freed);
     // The owner has freed the memory. The mapping of the importer stays valid, but the handle cannot be opened again.
-    CHECK(read_device(pointer + 7, 100) == pattern(100, 2));
+    CHECK(read_device(pointer + 7, 100) == make_pattern(100, 2));
     EXPECT_SUCCESS("cuIpcCloseMemHandle", pointer_again);
-    CHECK(read_device(pointer + 7, 1) == pattern(1, 2));
+    CHECK(read_device(pointer + 7, 1) == make_pattern(1, 2));
     EXPECT_SUCCESS("cuIpcCloseMemHandle", pointer);
     u64 value = 0;
     EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", static_cast<void*>(&value),
@@ -95,12 +95,12 @@ void test_invalid_handles_are_refused() {
     const u64 memory = allocate(100);
     const IpcHandle valid_handle = get_handle(memory);
     u64 pointer = 0;
-    IpcHandle zero{};
-    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, zero, lazy_peer_access);
+    IpcHandle zero_handle{};
+    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, zero_handle, lazy_peer_access);
     EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, valid_handle, 0U);
-    for (std::size_t at = 0; at < sizeof valid_handle.reserved; ++at) {
+    for (std::size_t index = 0; index < sizeof valid_handle.reserved; ++index) {
         IpcHandle corrupted_handle = valid_handle;
-        corrupted_handle.reserved[at] ^= 0x40;
+        corrupted_handle.reserved[index] ^= 0x40;
         EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, corrupted_handle, lazy_peer_access);
     }
     EXPECT_RESULT(invalid_value, "cuIpcCloseMemHandle", memory);
@@ -109,16 +109,16 @@ void test_invalid_handles_are_refused() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// Return the handle, changed to name the control service of this test process instead of the owner's.
+// Return a copy of the handle that names the control service of this process instead of the owner's.
 IpcHandle redirect_to_this_process(IpcHandle handle) {
-    constexpr std::size_t owner_at = 8, checksum_at = 56;
-    const std::uint64_t owner = read_control_service_id();
-    std::memcpy(&handle.reserved[owner_at], &owner, sizeof owner);
+    constexpr std::size_t owner_offset = 8, checksum_offset = 56;
+    const std::uint64_t service_id = read_control_service_id();
+    std::memcpy(&handle.reserved[owner_offset], &service_id, sizeof service_id);
     std::uint64_t hash = 0xcbf29ce484222325;
-    for (std::size_t at = 0; at < checksum_at; ++at) {
-        hash = (hash ^ static_cast<unsigned char>(handle.reserved[at])) * 0x100000001b3;
+    for (std::size_t index = 0; index < checksum_offset; ++index) {
+        hash = (hash ^ static_cast<unsigned char>(handle.reserved[index])) * 0x100000001b3;
     }
-    std::memcpy(&handle.reserved[checksum_at], &hash, sizeof hash);
+    std::memcpy(&handle.reserved[checksum_offset], &hash, sizeof hash);
     return handle;
 }
 

@@ -1,4 +1,5 @@
-// Tests of advice about managed memory, and of its prefetch. The twin remembers them, and work of a stream is ordered.
+// Tests of the software twin of libcuda: advice about managed memory, and its prefetch. The twin moves no pages. It
+// remembers the last advice and prefetch of each page, and returns them in queries.
 #include "cuda_driver.hpp"
 
 using namespace gdrkit::twin::cuda;
@@ -7,7 +8,7 @@ namespace {
 
 constexpr u64 page_bytes = 4096, length_bytes = 4 * page_bytes;
 constexpr Location first_device{location_device, 0}, second_device{location_device, 1},
-    missing_device{location_device, 2}, host{location_host, 7}, nowhere{location_none, 0};
+    missing_device{location_device, 2}, host_location{location_host, 7}, no_location{location_none, 0};
 
 u64 allocate_managed() {
     u64 pointer = 0;
@@ -15,7 +16,7 @@ u64 allocate_managed() {
     return pointer;
 }
 
-int attribute(int name, u64 pointer, u64 bytes) {
+int query_attribute(int name, u64 pointer, u64 bytes) {
     int value = -9;
     EXPECT_SUCCESS("cuMemRangeGetAttribute", static_cast<void*>(&value), u64{sizeof value}, name, pointer, bytes);
     return value;
@@ -25,35 +26,35 @@ void advise(u64 pointer, u64 bytes, int advice, Location location) {
     EXPECT_SUCCESS("cuMemAdvise_v2", pointer, bytes, advice, location);
 }
 
-// An attribute of several pages is only reported if all have it.
+// The query of several pages reports an attribute only if all pages have it.
 void test_advice_belongs_to_pages() {
     const u64 memory = allocate_managed();
-    CHECK(attribute(range_read_mostly, memory, length_bytes) == 0);
-    CHECK(attribute(range_preferred_location, memory, length_bytes) == invalid_device_ordinal);
-    advise(memory + 1, 1, advise_set_read_mostly, nowhere);
-    CHECK(attribute(range_read_mostly, memory, page_bytes) == 1);
-    CHECK(attribute(range_read_mostly, memory + page_bytes, 1) == 0);
-    CHECK(attribute(range_read_mostly, memory + page_bytes - 1, 2) == 0);
-    advise(memory, length_bytes, advise_set_read_mostly, nowhere);
-    advise(memory + page_bytes, page_bytes, advise_unset_read_mostly, nowhere);
-    CHECK(attribute(range_read_mostly, memory, length_bytes) == 0);
-    CHECK(attribute(range_read_mostly, memory + 2 * page_bytes, 2 * page_bytes) == 1);
+    CHECK(query_attribute(range_read_mostly, memory, length_bytes) == 0);
+    CHECK(query_attribute(range_preferred_location, memory, length_bytes) == invalid_device_ordinal);
+    advise(memory + 1, 1, advise_set_read_mostly, no_location);
+    CHECK(query_attribute(range_read_mostly, memory, page_bytes) == 1);
+    CHECK(query_attribute(range_read_mostly, memory + page_bytes, 1) == 0);
+    CHECK(query_attribute(range_read_mostly, memory + page_bytes - 1, 2) == 0);
+    advise(memory, length_bytes, advise_set_read_mostly, no_location);
+    advise(memory + page_bytes, page_bytes, advise_unset_read_mostly, no_location);
+    CHECK(query_attribute(range_read_mostly, memory, length_bytes) == 0);
+    CHECK(query_attribute(range_read_mostly, memory + 2 * page_bytes, 2 * page_bytes) == 1);
     advise(memory, length_bytes, advise_set_preferred_location, second_device);
-    CHECK(attribute(range_preferred_location, memory, length_bytes) == 1);
-    CHECK(attribute(range_preferred_location_type, memory, length_bytes) == location_device);
-    CHECK(attribute(range_preferred_location_id, memory, length_bytes) == 1);
-    advise(memory, page_bytes, advise_set_preferred_location, host);
-    CHECK(attribute(range_preferred_location, memory, page_bytes) == cpu_device);
-    CHECK(attribute(range_preferred_location, memory, length_bytes) == invalid_device_ordinal);
-    CHECK(attribute(range_preferred_location_type, memory, length_bytes) == location_none);
+    CHECK(query_attribute(range_preferred_location, memory, length_bytes) == 1);
+    CHECK(query_attribute(range_preferred_location_type, memory, length_bytes) == location_device);
+    CHECK(query_attribute(range_preferred_location_id, memory, length_bytes) == 1);
+    advise(memory, page_bytes, advise_set_preferred_location, host_location);
+    CHECK(query_attribute(range_preferred_location, memory, page_bytes) == cpu_device);
+    CHECK(query_attribute(range_preferred_location, memory, length_bytes) == invalid_device_ordinal);
+    CHECK(query_attribute(range_preferred_location_type, memory, length_bytes) == location_none);
     advise(memory, length_bytes, advise_set_accessed_by, second_device);
     EXPECT_SUCCESS("cuMemAdvise", memory, page_bytes, int{advise_set_accessed_by}, cpu_device);
     int devices[3] = {};
     int attributes[] = {range_accessed_by, range_preferred_location};
     int location = 0;
     u64 sizes[] = {sizeof devices, sizeof location};
-    void* data[] = {devices, &location};
-    EXPECT_SUCCESS("cuMemRangeGetAttributes", static_cast<void**>(data), static_cast<u64*>(sizes),
+    void* results[] = {devices, &location};
+    EXPECT_SUCCESS("cuMemRangeGetAttributes", static_cast<void**>(results), static_cast<u64*>(sizes),
                    static_cast<int*>(attributes), u64{2}, memory, length_bytes);
     CHECK(devices[0] == 1 && devices[1] == invalid_device_ordinal && devices[2] == invalid_device_ordinal);
     CHECK(location == invalid_device_ordinal);
@@ -65,13 +66,13 @@ void test_prefetch_is_remembered() {
     Handle stream = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, 1U);
     EXPECT_SUCCESS("cuMemPrefetchAsync", memory, length_bytes, 1, stream);
-    CHECK(attribute(range_last_prefetch_location, memory, length_bytes) == 1);
-    EXPECT_SUCCESS("cuMemPrefetchAsync_v2", memory, page_bytes, host, 0U, stream);
-    CHECK(attribute(range_last_prefetch_location, memory, page_bytes) == cpu_device);
-    CHECK(attribute(range_last_prefetch_location_type, memory, page_bytes) == location_host);
-    CHECK(attribute(range_last_prefetch_location, memory, length_bytes) == invalid_device_ordinal);
+    CHECK(query_attribute(range_last_prefetch_location, memory, length_bytes) == 1);
+    EXPECT_SUCCESS("cuMemPrefetchAsync_v2", memory, page_bytes, host_location, 0U, stream);
+    CHECK(query_attribute(range_last_prefetch_location, memory, page_bytes) == cpu_device);
+    CHECK(query_attribute(range_last_prefetch_location_type, memory, page_bytes) == location_host);
+    CHECK(query_attribute(range_last_prefetch_location, memory, length_bytes) == invalid_device_ordinal);
     EXPECT_SUCCESS("cuMemPrefetchAsync_v2", memory, page_bytes, Location{location_host_numa, 0}, 0U, stream);
-    CHECK(attribute(range_last_prefetch_location_type, memory, page_bytes) == location_host_numa);
+    CHECK(query_attribute(range_last_prefetch_location_type, memory, page_bytes) == location_host_numa);
     EXPECT_SUCCESS("cuStreamAttachMemAsync", stream, memory, u64{0}, unsigned{attach_single});
     EXPECT_SUCCESS("cuStreamSynchronize", stream);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
@@ -85,7 +86,7 @@ void test_wrong_arguments_are_refused() {
     EXPECT_RESULT(invalid_value, "cuMemPrefetchAsync_v2", memory, length_bytes + 1, first_device, 0U, stream);
     EXPECT_RESULT(invalid_value, "cuMemPrefetchAsync_v2", memory, u64{0}, first_device, 0U, stream);
     EXPECT_RESULT(invalid_value, "cuMemPrefetchAsync_v2", memory, page_bytes, first_device, 1U, stream);
-    EXPECT_RESULT(invalid_value, "cuMemPrefetchAsync_v2", memory, page_bytes, nowhere, 0U, stream);
+    EXPECT_RESULT(invalid_value, "cuMemPrefetchAsync_v2", memory, page_bytes, no_location, 0U, stream);
     EXPECT_RESULT(invalid_value, "cuMemPrefetchAsync_v2", memory, page_bytes, Location{location_host_numa, 9999}, 0U,
                   stream);
     EXPECT_RESULT(invalid_device, "cuMemPrefetchAsync_v2", memory, page_bytes, missing_device, 0U, stream);

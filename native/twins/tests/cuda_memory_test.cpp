@@ -1,4 +1,5 @@
-// Tests of device memory: allocation, bounds, copies, attributes, address reuse, and CPU access.
+// Tests of the software twin of libcuda: allocation, bounds, copies, attributes, address reuse and CPU access of device
+// memory.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -14,16 +15,16 @@ using namespace gdrkit::twin::cuda;
 namespace {
 
 void test_cpu_access_faults() {
-    for (const bool write : {false, true}) {
-        const int status = status_of_child([&] {
+    for (const bool is_write : {false, true}) {
+        const int status = run_in_child([&] {
             init_device();
             const u64 pointer = allocate(4096);
             char bytes[16] = {};
-            volatile auto* const at = reinterpret_cast<char*>(pointer);
-            if (write) {
-                *at = 1;
+            volatile auto* const device_byte = reinterpret_cast<char*>(pointer);
+            if (is_write) {
+                *device_byte = 1;
             } else {
-                bytes[0] = *at;
+                bytes[0] = *device_byte;
             }
             _exit(bytes[0]);
         });
@@ -43,18 +44,18 @@ void test_kernel_cannot_pin() {
 }
 
 void test_second_free_aborts() {
-    const int status = status_of_child([] {
+    const int status = run_in_child([] {
         init_device();
         const u64 pointer = allocate(4096);
-        cu("cuMemFree_v2", pointer);
-        cu("cuMemFree_v2", pointer);
+        call_driver("cuMemFree_v2", pointer);
+        call_driver("cuMemFree_v2", pointer);
     });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
 
 void test_bounds_are_exact() {
     const u64 pointer = allocate(100);
-    const auto bytes = pattern(200, 1);
+    const auto bytes = make_pattern(200, 1);
     const auto* const from = static_cast<const void*>(bytes.data());
     EXPECT_SUCCESS("cuMemcpyHtoD_v2", pointer, from, u64{100});
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, from, u64{101});
@@ -80,7 +81,7 @@ void test_bounds_are_exact() {
 void test_copies_at_odd_offsets_are_exact() {
     for (const u64 size : {u64{1}, u64{4095}, u64{65536}, u64{(1 << 20) + 3}}) {
         const u64 first = allocate(size + 7), second = allocate(size + 7);
-        const auto bytes = pattern(size, 3);
+        const auto bytes = make_pattern(size, 3);
         write_device(first + 5, bytes);
         EXPECT_SUCCESS("cuMemcpyDtoD_v2", second + 3, first + 5, size);
         CHECK(read_device(second + 3, size) == bytes);
@@ -104,10 +105,10 @@ void test_memset_writes_values_of_each_width() {
 
 void test_reused_address_has_new_id() {
     const u64 first = allocate(1 << 21);
-    const u64 first_id = buffer_id(first);
+    const u64 first_id = query_buffer_id(first);
     EXPECT_SUCCESS("cuMemFree_v2", first);
     const u64 second = allocate(1 << 21);
-    CHECK(second == first && buffer_id(second) > first_id);
+    CHECK(second == first && query_buffer_id(second) > first_id);
     // Small allocations are packed, so at most one of two is page-aligned.
     const u64 first_small = allocate(100), second_small = allocate(300);
     CHECK(first_small % 512 == 0 && second_small % 512 == 0 && (first_small % 4096 != 0 || second_small % 4096 != 0));
@@ -121,16 +122,16 @@ void test_reused_address_has_new_id() {
 }
 
 void test_memory_usage_is_counted() {
-    const u64 before = free_memory();
+    const u64 free_before = query_free_memory();
     u64 pointer = 0;
     EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &pointer, (u64{8} << 30) + 1);
     EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &pointer, ~u64{0} - 5);
     EXPECT_RESULT(invalid_value, "cuMemAlloc_v2", &pointer, u64{0});
     const u64 large = allocate(u64{6} << 30); // pages are allocated at the first write
-    CHECK(before - free_memory() == u64{6} << 30);
+    CHECK(free_before - query_free_memory() == u64{6} << 30);
     EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &pointer, u64{3} << 30);
     EXPECT_SUCCESS("cuMemFree_v2", large);
-    CHECK(free_memory() == before);
+    CHECK(query_free_memory() == free_before);
     u64 pitch = 0;
     EXPECT_SUCCESS("cuMemAllocPitch_v2", &pointer, &pitch, u64{1000}, u64{10}, 4U);
     CHECK(pitch == 1024);
@@ -138,7 +139,7 @@ void test_memory_usage_is_counted() {
     EXPECT_RESULT(out_of_memory, "cuMemAllocPitch_v2", &pointer, &pitch, u64{1} << 40, u64{1} << 40, 4U);
 }
 
-template <typename Value> Value attribute(u64 pointer, int number) {
+template <typename Value> Value query_attribute(u64 pointer, int number) {
     Value value{};
     EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&value), number, pointer);
     return value;
@@ -146,21 +147,22 @@ template <typename Value> Value attribute(u64 pointer, int number) {
 
 void test_pointer_attributes_describe_allocation(Handle context) {
     const u64 pointer = allocate(5000);
-    CHECK(attribute<u64>(pointer, pointer_context) == context);
-    CHECK(attribute<unsigned>(pointer + 7, pointer_memory_type) == memory_device);
-    CHECK(attribute<u64>(pointer + 7, pointer_device_pointer) == pointer + 7);
-    CHECK(attribute<unsigned>(pointer, pointer_is_managed) == 0 &&
-          attribute<int>(pointer, pointer_device_ordinal) == 0);
-    CHECK(attribute<unsigned>(pointer, pointer_is_legacy_ipc_capable) == 1);
-    CHECK(attribute<u64>(pointer + 9, pointer_range_start) == pointer);
-    CHECK(attribute<u64>(pointer, pointer_range_size) == 5000 && attribute<unsigned>(pointer, pointer_mapped) == 1);
-    CHECK(attribute<unsigned>(pointer, pointer_is_gpu_direct_rdma_capable) == 1);
-    CHECK(attribute<unsigned>(pointer, pointer_access_flags) == access_read_write);
-    CHECK(attribute<unsigned>(pointer, pointer_sync_memops) == 0);
+    CHECK(query_attribute<u64>(pointer, pointer_context) == context);
+    CHECK(query_attribute<unsigned>(pointer + 7, pointer_memory_type) == memory_device);
+    CHECK(query_attribute<u64>(pointer + 7, pointer_device_pointer) == pointer + 7);
+    CHECK(query_attribute<unsigned>(pointer, pointer_is_managed) == 0 &&
+          query_attribute<int>(pointer, pointer_device_ordinal) == 0);
+    CHECK(query_attribute<unsigned>(pointer, pointer_is_legacy_ipc_capable) == 1);
+    CHECK(query_attribute<u64>(pointer + 9, pointer_range_start) == pointer);
+    CHECK(query_attribute<u64>(pointer, pointer_range_size) == 5000 &&
+          query_attribute<unsigned>(pointer, pointer_mapped) == 1);
+    CHECK(query_attribute<unsigned>(pointer, pointer_is_gpu_direct_rdma_capable) == 1);
+    CHECK(query_attribute<unsigned>(pointer, pointer_access_flags) == access_read_write);
+    CHECK(query_attribute<unsigned>(pointer, pointer_sync_memops) == 0);
     const unsigned enabled = 1;
     EXPECT_SUCCESS("cuPointerSetAttribute", static_cast<const void*>(&enabled), static_cast<int>(pointer_sync_memops),
                    pointer + 64);
-    CHECK(attribute<unsigned>(pointer, pointer_sync_memops) == 1);
+    CHECK(query_attribute<unsigned>(pointer, pointer_sync_memops) == 1);
     u64 value = 0;
     void* const result = &value;
     EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result, static_cast<int>(pointer_host_pointer), pointer);
@@ -177,27 +179,27 @@ void test_pointer_attributes_describe_allocation(Handle context) {
     EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, results, reinterpret_cast<u64>(result));
     CHECK(type == 0 && ordinal == -2 && id == 0);
     EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, results, pointer);
-    CHECK(type == memory_device && ordinal == 0 && id == buffer_id(pointer));
+    CHECK(type == memory_device && ordinal == 0 && id == query_buffer_id(pointer));
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
 }
 
 void test_peer_copy_between_devices() {
-    const u64 on_first = allocate(100);
-    Handle first = 0, second = 0;
-    EXPECT_SUCCESS("cuCtxGetCurrent", &first);
-    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &second, 1);
-    EXPECT_SUCCESS("cuCtxPushCurrent_v2", second);
-    const u64 before = free_memory();
-    const u64 on_second = allocate(100);
-    CHECK(free_memory() < before && attribute<int>(on_second, pointer_device_ordinal) == 1);
-    const auto bytes = pattern(100, 9);
-    write_device(on_first, bytes);
-    EXPECT_SUCCESS("cuMemcpyPeer", on_second, second, on_first, first, u64{100});
-    CHECK(read_device(on_second, 100) == bytes);
-    EXPECT_RESULT(invalid_context, "cuMemcpyPeer", on_second, Handle{5}, on_first, first, u64{100});
-    EXPECT_SUCCESS("cuMemFree_v2", on_second);
-    EXPECT_SUCCESS("cuMemFree_v2", on_first);
-    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &second);
+    const u64 first_memory = allocate(100);
+    Handle first_context = 0, second_context = 0;
+    EXPECT_SUCCESS("cuCtxGetCurrent", &first_context);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &second_context, 1);
+    EXPECT_SUCCESS("cuCtxPushCurrent_v2", second_context);
+    const u64 free_before = query_free_memory();
+    const u64 second_memory = allocate(100);
+    CHECK(query_free_memory() < free_before && query_attribute<int>(second_memory, pointer_device_ordinal) == 1);
+    const auto bytes = make_pattern(100, 9);
+    write_device(first_memory, bytes);
+    EXPECT_SUCCESS("cuMemcpyPeer", second_memory, second_context, first_memory, first_context, u64{100});
+    CHECK(read_device(second_memory, 100) == bytes);
+    EXPECT_RESULT(invalid_context, "cuMemcpyPeer", second_memory, Handle{5}, first_memory, first_context, u64{100});
+    EXPECT_SUCCESS("cuMemFree_v2", second_memory);
+    EXPECT_SUCCESS("cuMemFree_v2", first_memory);
+    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &second_context);
     EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 1);
 }
 

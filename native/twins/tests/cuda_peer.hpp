@@ -1,5 +1,5 @@
-// A second process of a test, connected by a socket. It runs the same executable again, because a forked child cannot
-// use the CUDA driver of its parent.
+// A second process for the tests of the CUDA twin, connected by a socket. It executes the test program again, because a
+// forked child cannot use the CUDA driver of its parent.
 #pragma once
 
 #include <sys/socket.h>

@@ -1,4 +1,5 @@
-// Tests of memory pools that two processes share. Another process owns the pool and this process imports it.
+// Tests of the software twin of libcuda: memory pools that two processes share. Another process owns the pool, and this
+// process imports it.
 #include <fcntl.h>
 #include <sys/mman.h>
 
@@ -33,13 +34,13 @@ int export_pool(Handle pool) {
     return fd;
 }
 
-void* as_handle(int fd) {
+void* to_handle(int fd) {
     return reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
 }
 
 Handle import_pool(int fd) {
     Handle pool = 0;
-    EXPECT_SUCCESS("cuMemPoolImportFromShareableHandle", &pool, as_handle(fd), int{handle_posix_fd}, 0ULL);
+    EXPECT_SUCCESS("cuMemPoolImportFromShareableHandle", &pool, to_handle(fd), int{handle_posix_fd}, 0ULL);
     return pool;
 }
 
@@ -50,21 +51,21 @@ u64 allocate_from(Handle pool, u64 length_bytes) {
 }
 
 IpcHandle export_pointer(u64 pointer) {
-    IpcHandle data{};
-    EXPECT_SUCCESS("cuMemPoolExportPointer", &data, pointer);
-    return data;
+    IpcHandle pointer_data{};
+    EXPECT_SUCCESS("cuMemPoolExportPointer", &pointer_data, pointer);
+    return pointer_data;
 }
 
 void serve_pool(int socket, const Location& location) {
     const Handle pool = create_pool(handle_posix_fd, location);
     const u64 pointer = allocate_from(pool, 70000);
-    write_device(pointer, pattern(70000, 1));
+    write_device(pointer, make_pattern(70000, 1));
     const int fd = export_pool(pool);
     CHECK(send_fds(socket, std::array{fd}));
     close(fd);
     send_value(socket, export_pointer(pointer));
     CHECK(receive_value<char>(socket) == importer_has_written);
-    CHECK(read_device(pointer + 7, 100) == pattern(100, 2));
+    CHECK(read_device(pointer + 7, 100) == make_pattern(100, 2));
     CHECK(receive_value<char>(socket) == importer_has_freed);
     EXPECT_SUCCESS("cuMemFreeAsync", pointer, Handle{0});
     EXPECT_SUCCESS("cuStreamSynchronize", Handle{0});
@@ -72,7 +73,7 @@ void serve_pool(int socket, const Location& location) {
     send_value(socket, owner_has_freed);
 }
 
-// Body of the owning process.
+// The owning process runs this function.
 int run_owner(int socket) {
     init_device(1);
     for (const Location& location : locations) {
@@ -84,22 +85,22 @@ int run_owner(int socket) {
 void import_from(const Peer& owner, const Location& location) {
     std::vector<Fd> fds;
     CHECK(recv_fds(owner.socket(), 1, &fds));
-    const auto data = receive_value<IpcHandle>(owner.socket());
+    const auto pointer_data = receive_value<IpcHandle>(owner.socket());
     const Handle pool = import_pool(fds[0].get());
-    u64 pointer = 0, other = 0;
-    EXPECT_SUCCESS("cuMemPoolImportPointer", &pointer, pool, &data);
+    u64 pointer = 0, unused_pointer = 0;
+    EXPECT_SUCCESS("cuMemPoolImportPointer", &pointer, pool, &pointer_data);
     int device = -1;
     EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&device), static_cast<int>(pointer_device_ordinal),
                    pointer);
     CHECK(device == 1);
-    CHECK(read_device(pointer, 70000) == pattern(70000, 1));
+    CHECK(read_device(pointer, 70000) == make_pattern(70000, 1));
     if (location.type == location_host_numa) {
-        CHECK(reinterpret_cast<const unsigned char*>(pointer)[69999] == pattern(70000, 1)[69999]);
+        CHECK(reinterpret_cast<const unsigned char*>(pointer)[69999] == make_pattern(70000, 1)[69999]);
     }
-    write_device(pointer + 7, pattern(100, 2));
+    write_device(pointer + 7, make_pattern(100, 2));
     send_value(owner.socket(), importer_has_written);
     // An imported pool allocates nothing, cannot be the pool of a device, and is not exported again.
-    EXPECT_RESULT(invalid_value, "cuMemAllocFromPoolAsync", &other, u64{100}, pool, Handle{0});
+    EXPECT_RESULT(invalid_value, "cuMemAllocFromPoolAsync", &unused_pointer, u64{100}, pool, Handle{0});
     EXPECT_RESULT(invalid_value, "cuDeviceSetMemPool", 1, pool);
     int fd = -1;
     EXPECT_RESULT(invalid_value, "cuMemPoolExportToShareableHandle", static_cast<void*>(&fd), pool,
@@ -135,25 +136,26 @@ void test_malformed_handles_of_pools_are_refused() {
     const Fd forged(memfd_create("gdrkit-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING)), shareable(export_pool(pool)),
         other_shareable(export_pool(other_pool));
     CHECK(ftruncate(forged.get(), 64) == 0);
-    EXPECT_RESULT(invalid_value, "cuMemPoolImportFromShareableHandle", &imported, as_handle(forged.get()),
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportFromShareableHandle", &imported, to_handle(forged.get()),
                   int{handle_posix_fd}, 0ULL);
-    EXPECT_RESULT(unknown_error, "cuMemPoolImportFromShareableHandle", &imported, as_handle(-1), int{handle_posix_fd},
+    EXPECT_RESULT(unknown_error, "cuMemPoolImportFromShareableHandle", &imported, to_handle(-1), int{handle_posix_fd},
                   0ULL);
-    // Memory belongs to one pool, and only the data of cuMemPoolExportPointer describes it.
-    u64 pointer = allocate_from(pool, 100), private_pointer = allocate_from(private_pool, 100), mapped = 0;
-    IpcHandle data = export_pointer(pointer), ignored{};
-    EXPECT_RESULT(invalid_value, "cuMemPoolExportPointer", &ignored, private_pointer);
-    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &mapped, import_pool(other_shareable.get()), &data);
+    // A pointer can be imported only with the pool of its memory, and only with the data of cuMemPoolExportPointer.
+    u64 pointer = allocate_from(pool, 100), private_pointer = allocate_from(private_pool, 100), imported_pointer = 0;
+    IpcHandle pointer_data = export_pointer(pointer), unused_data{};
+    EXPECT_RESULT(invalid_value, "cuMemPoolExportPointer", &unused_data, private_pointer);
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, import_pool(other_shareable.get()),
+                  &pointer_data);
     imported = import_pool(shareable.get());
-    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &mapped, pool, &data);
-    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &mapped, imported, &ignored);
-    for (std::size_t at = 0; at < sizeof data.reserved; ++at) {
-        data.reserved[at] ^= 0x40;
-        EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &mapped, imported, &data);
-        data.reserved[at] ^= 0x40;
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, pool, &pointer_data);
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported, &unused_data);
+    for (std::size_t index = 0; index < sizeof pointer_data.reserved; ++index) {
+        pointer_data.reserved[index] ^= 0x40;
+        EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported, &pointer_data);
+        pointer_data.reserved[index] ^= 0x40;
     }
     EXPECT_SUCCESS("cuMemFreeAsync", pointer, Handle{0});
-    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &mapped, imported, &data);
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported, &pointer_data);
     EXPECT_SUCCESS("cuMemFreeAsync", private_pointer, Handle{0});
 }
 

@@ -1,4 +1,4 @@
-// Tests of copies and memsets of rows: cuMemcpy2D*, cuMemcpy3D* and cuMemsetD2D*.
+// Tests of the software twin of libcuda: copies and memsets of rows (cuMemcpy2D*, cuMemcpy3D* and cuMemsetD2D*).
 #include <algorithm>
 
 #include "cuda_driver.hpp"
@@ -12,11 +12,11 @@ constexpr u64 slice_rows = 7; // the height of the memory, of which a copy uses 
 constexpr u64 volume_bytes = pitch * slice_rows * slices;
 constexpr unsigned char canary = 0xee;
 
-CopySide2d host_rows(void* host, u64 pitch_bytes) {
+CopySide2d make_host_side(void* host, u64 pitch_bytes) {
     return {0, 0, memory_host, host, 0, nullptr, pitch_bytes};
 }
 
-CopySide2d device_rows(u64 device, u64 pitch_bytes) {
+CopySide2d make_device_side(u64 device, u64 pitch_bytes) {
     return {0, 0, memory_device, nullptr, device, nullptr, pitch_bytes};
 }
 
@@ -28,28 +28,28 @@ u64 address_of(const std::vector<unsigned char>& bytes) {
     return reinterpret_cast<u64>(bytes.data());
 }
 
-// Rows go to every second line of device memory and back. Bytes between them are not touched.
+// The rows are copied to every second line of device memory and back. The bytes between the rows stay unchanged.
 void test_rows_are_copied_exactly() {
     const u64 memory = allocate(2 * pitch * rows);
     write_device(memory, std::vector(2 * pitch * rows, canary));
-    std::vector<unsigned char> host = pattern(width * rows, 1);
-    Copy2d to_device{host_rows(host.data(), width), device_rows(memory, 2 * pitch), width, rows};
+    std::vector<unsigned char> host = make_pattern(width * rows, 1);
+    Copy2d to_device{make_host_side(host.data(), width), make_device_side(memory, 2 * pitch), width, rows};
     to_device.to.x_bytes = 3;
     EXPECT_SUCCESS("cuMemcpy2D_v2", static_cast<const Copy2d*>(&to_device));
     const auto device = read_device(memory, 2 * pitch * rows);
-    for (u64 at = 0; at < device.size(); ++at) {
-        const u64 row = at / (2 * pitch), column = at % (2 * pitch);
+    for (u64 index = 0; index < device.size(); ++index) {
+        const u64 row = index / (2 * pitch), column = index % (2 * pitch);
         const bool is_copied = column >= 3 && column < 3 + width;
-        CHECK(device[at] == (is_copied ? host[row * width + column - 3] : canary));
+        CHECK(device[index] == (is_copied ? host[row * width + column - 3] : canary));
     }
     // Copy rows 1 to 3 back, into a buffer with its own pitch.
-    std::vector<unsigned char> read(50 * 3, canary);
-    Copy2d to_host{device_rows(memory, 2 * pitch), host_rows(read.data(), 50), width, 3};
+    std::vector<unsigned char> read_bytes(50 * 3, canary);
+    Copy2d to_host{make_device_side(memory, 2 * pitch), make_host_side(read_bytes.data(), 50), width, 3};
     to_host.from.x_bytes = 3;
     to_host.from.y = 1;
     EXPECT_SUCCESS("cuMemcpy2DUnaligned_v2", static_cast<const Copy2d*>(&to_host));
-    for (u64 at = 0; at < read.size(); ++at) {
-        CHECK(read[at] == (at % 50 < width ? host[(at / 50 + 1) * width + at % 50] : canary));
+    for (u64 index = 0; index < read_bytes.size(); ++index) {
+        CHECK(read_bytes[index] == (index % 50 < width ? host[(index / 50 + 1) * width + index % 50] : canary));
     }
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
@@ -57,7 +57,7 @@ void test_rows_are_copied_exactly() {
 void test_volume_is_copied_between_devices() {
     Handle contexts[2] = {init_device(0), 0};
     const u64 from = allocate(volume_bytes);
-    const auto bytes = pattern(volume_bytes, 2);
+    const auto bytes = make_pattern(volume_bytes, 2);
     write_device(from, bytes);
     contexts[1] = init_device(1);
     const u64 to = allocate(volume_bytes);
@@ -78,29 +78,29 @@ void test_volume_is_copied_between_devices() {
         EXPECT_SUCCESS("cuCtxSynchronize");
     }
     const auto copied = read_device(to, volume_bytes);
-    for (u64 at = 0; at < volume_bytes; ++at) {
-        const u64 slice = at / (pitch * slice_rows), row = at / pitch % slice_rows, column = at % pitch;
+    for (u64 index = 0; index < volume_bytes; ++index) {
+        const u64 slice = index / (pitch * slice_rows), row = index / pitch % slice_rows, column = index % pitch;
         const bool is_copied = row < rows && (column < width || (column >= 60 && column < 60 + width));
         const u64 source = (slice * slice_rows + row + 2) * pitch + column % 60;
-        CHECK(copied[at] == (is_copied ? bytes[source] : canary));
+        CHECK(copied[index] == (is_copied ? bytes[source] : canary));
     }
     EXPECT_SUCCESS("cuMemFree_v2", to);
     init_device(0);
     EXPECT_SUCCESS("cuMemFree_v2", from);
 }
 
-// A copy between devices that is not done yet is ordered before later work of both, in any context.
+// Later work of both devices, in any context, waits until a copy between them is done.
 void test_later_work_of_a_peer_waits() {
     const Handle first = init_device(0);
     const u64 from = allocate(width);
-    write_device(from, pattern(width, 4));
+    write_device(from, make_pattern(width, 4));
     const Handle second = init_device(1);
     const u64 to = allocate(width);
     write_device(to, std::vector(width, canary));
     EXPECT_SUCCESS("cuCtxSetCurrent", first);
     EXPECT_SUCCESS("cuMemcpyPeer", to, second, from, first, width);
     EXPECT_SUCCESS("cuCtxSetCurrent", second);
-    CHECK(read_device(to, width) == pattern(width, 4));
+    CHECK(read_device(to, width) == make_pattern(width, 4));
     EXPECT_SUCCESS("cuMemFree_v2", to);
     EXPECT_SUCCESS("cuCtxSetCurrent", first);
     EXPECT_SUCCESS("cuMemFree_v2", from);
@@ -109,12 +109,12 @@ void test_later_work_of_a_peer_waits() {
 // When an asynchronous copy returns, its pageable source has been read, and its pageable destination is written.
 void test_pageable_rows_are_staged() {
     const u64 memory = allocate(pitch * rows);
-    std::vector<unsigned char> host = pattern(width * rows, 3);
+    std::vector<unsigned char> host = make_pattern(width * rows, 3);
     const std::vector<unsigned char> original = host;
-    const Copy2d to_device{host_rows(host.data(), width), device_rows(memory, pitch), width, rows};
+    const Copy2d to_device{make_host_side(host.data(), width), make_device_side(memory, pitch), width, rows};
     EXPECT_SUCCESS("cuMemcpy2DAsync_v2", &to_device, Handle{0});
     std::ranges::fill(host, canary);
-    const Copy2d to_host{device_rows(memory, pitch), host_rows(host.data(), width), width, rows};
+    const Copy2d to_host{make_device_side(memory, pitch), make_host_side(host.data(), width), width, rows};
     EXPECT_SUCCESS("cuMemcpy2DAsync_v2", &to_host, Handle{0});
     CHECK(host == original);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
@@ -123,47 +123,47 @@ void test_pageable_rows_are_staged() {
 void test_invalid_rows_are_refused() {
     const u64 memory = allocate(pitch * (rows - 1) + width);
     std::vector<unsigned char> host(volume_bytes);
-    const Copy2d valid{device_rows(memory, pitch), host_rows(host.data(), width), width, rows};
-    const auto expect = [](int code, const Copy2d& copy) {
+    const Copy2d valid{make_device_side(memory, pitch), make_host_side(host.data(), width), width, rows};
+    const auto expect_result = [](int code, const Copy2d& copy) {
         EXPECT_RESULT(code, "cuMemcpy2D_v2", &copy);
         EXPECT_RESULT(code, "cuMemcpy2DAsync_v2", &copy, Handle{0});
     };
     // The last row ends with the allocation.
-    expect(success, valid);
+    expect_result(success, valid);
     Copy2d copy = valid;
     copy.from.x_bytes = 1;
-    expect(invalid_value, copy);
+    expect_result(invalid_value, copy);
     copy = valid;
     copy.from.y = 1;
-    expect(invalid_value, copy);
+    expect_result(invalid_value, copy);
     for (const u64 pitch_bytes : {u64{0}, width - 1, u64{1} << 31}) {
         copy = valid;
         copy.to.pitch_bytes = pitch_bytes;
-        expect(invalid_value, copy);
+        expect_result(invalid_value, copy);
     }
     copy = valid;
     copy.height = ~u64{0};
-    expect(invalid_value, copy);
-    // The source is too short for 16 GiB of rows, which the driver finds out before it lists the rows.
-    expect(invalid_value, {device_rows(memory, 1), host_rows(host.data(), 1), 1, u64{1} << 34});
+    expect_result(invalid_value, copy);
+    // The source is too short for 16 GiB of rows. The driver must refuse the copy before it lists the rows.
+    expect_result(invalid_value, {make_device_side(memory, 1), make_host_side(host.data(), 1), 1, u64{1} << 34});
     copy = valid;
     copy.to.memory_type = memory_array; // with a null handle
-    expect(invalid_value, copy);
+    expect_result(invalid_value, copy);
     copy.to.memory_type = 9;
-    expect(invalid_value, copy);
+    expect_result(invalid_value, copy);
     copy = valid;
     copy.from.memory_type = memory_host; // with the null pointer as host memory
-    expect(invalid_value, copy);
+    expect_result(invalid_value, copy);
     EXPECT_RESULT(invalid_value, "cuMemcpy2D_v2", static_cast<const Copy2d*>(nullptr));
-    // One row needs no pitch, and an empty copy no memory.
+    // A copy of one row needs no pitch, and an empty copy needs no memory.
     copy = valid;
     copy.height = 1;
     copy.from.pitch_bytes = copy.to.pitch_bytes = 0;
-    expect(success, copy);
+    expect_result(success, copy);
     copy = valid;
     copy.from.device = 0x10;
     copy.height = 0;
-    expect(success, copy);
+    expect_result(success, copy);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
@@ -191,20 +191,20 @@ void test_invalid_volumes_are_refused() {
 
 void test_rows_are_filled_exactly() {
     const u64 memory = allocate(pitch * rows);
-    const auto filled = [&](u64 width_bytes, const std::vector<unsigned char>& value) {
+    const auto check_filled_rows = [&](u64 width_bytes, const std::vector<unsigned char>& value) {
         const auto bytes = read_device(memory, pitch * rows);
-        for (u64 at = 0; at < bytes.size(); ++at) {
-            CHECK(bytes[at] == (at % pitch < width_bytes ? value[at % pitch % value.size()] : canary));
+        for (u64 index = 0; index < bytes.size(); ++index) {
+            CHECK(bytes[index] == (index % pitch < width_bytes ? value[index % pitch % value.size()] : canary));
         }
         write_device(memory, std::vector(pitch * rows, canary));
     };
     write_device(memory, std::vector(pitch * rows, canary));
     EXPECT_SUCCESS("cuMemsetD2D8_v2", memory, pitch, static_cast<unsigned char>(1), u64{7}, rows);
-    filled(7, {1});
+    check_filled_rows(7, {1});
     EXPECT_SUCCESS("cuMemsetD2D16_v2", memory, pitch, static_cast<unsigned short>(0x201), u64{7}, rows);
-    filled(14, {1, 2});
+    check_filled_rows(14, {1, 2});
     EXPECT_SUCCESS("cuMemsetD2D32Async", memory, pitch, 0x4030201U, u64{7}, rows, Handle{0});
-    filled(28, {1, 2, 3, 4});
+    check_filled_rows(28, {1, 2, 3, 4});
     EXPECT_RESULT(invalid_value, "cuMemsetD2D8_v2", memory, pitch, static_cast<unsigned char>(1), pitch + 1, rows);
     EXPECT_RESULT(invalid_value, "cuMemsetD2D8Async", memory, pitch, static_cast<unsigned char>(1), u64{7}, rows + 1,
                   Handle{0});
@@ -212,7 +212,7 @@ void test_rows_are_filled_exactly() {
                   Handle{0});
     EXPECT_RESULT(invalid_value, "cuMemsetD2D32_v2", memory + 2, pitch, 1U, u64{7}, rows);
     EXPECT_SUCCESS("cuMemsetD2D8_v2", memory, u64{0}, static_cast<unsigned char>(1), u64{7}, u64{0});
-    filled(0, {1});
+    check_filled_rows(0, {1});
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 

@@ -1,4 +1,5 @@
-// Tests of streams and events: work is delayed, and ordered exactly as CUDA guarantees.
+// Tests of the software twin of libcuda: the work of streams is delayed, and ordered by streams and events exactly as
+// CUDA guarantees.
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
@@ -11,7 +12,7 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-constexpr std::chrono::microseconds largest_delay(10000);
+constexpr std::chrono::microseconds delay_max(10000);
 
 // Blocks a stream: work that is queued after the gate does not run before open().
 class Gate {
@@ -54,7 +55,7 @@ unsigned char* allocate_pinned(u64 length_bytes) {
     return static_cast<unsigned char*>(host);
 }
 
-// An asynchronous copy has not happened before the wait, and has after it.
+// An asynchronous copy is not done when its call returns, and is done after a wait for the stream.
 void test_async_copy_is_delayed() {
     const Handle stream = create_stream(stream_non_blocking);
     const u64 memory = allocate(1000);
@@ -73,18 +74,19 @@ void test_async_copy_is_delayed() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// main() sets the largest delay. The sum of so many random delays is almost certainly more than a quarter of its mean.
+// main() sets the largest delay. The mean delay is half of it. The sum of 20 random delays is almost certainly more
+// than a quarter of 20 mean delays.
 void test_work_is_delayed_at_random() {
-    constexpr int round_count = 20;
+    constexpr int rounds_count = 20;
     const Handle stream = create_stream(stream_non_blocking);
     const u64 memory = allocate(8);
     unsigned char* const host = allocate_pinned(8);
     const auto begin = std::chrono::steady_clock::now();
-    for (int round = 0; round < round_count; ++round) {
+    for (int round = 0; round < rounds_count; ++round) {
         EXPECT_SUCCESS("cuMemcpyDtoHAsync_v2", static_cast<void*>(host), memory, u64{8}, stream);
         EXPECT_SUCCESS("cuStreamSynchronize", stream);
     }
-    CHECK(std::chrono::steady_clock::now() - begin > round_count * largest_delay / 8);
+    CHECK(std::chrono::steady_clock::now() - begin > rounds_count * delay_max / 8);
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
     EXPECT_SUCCESS("cuMemFreeHost", static_cast<void*>(host));
     EXPECT_SUCCESS("cuMemFree_v2", memory);
@@ -114,16 +116,16 @@ void test_default_stream_waits_for_blocking_streams() {
     EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(1), u64{4}, blocking);
     EXPECT_SUCCESS("cuMemsetD8_v2", memory, static_cast<unsigned char>(2), u64{4});
     EXPECT_RESULT(not_ready, "cuStreamQuery", Handle{0});
-    // Non-blocking streams run meanwhile; blocking streams wait for the default stream.
+    // Non-blocking streams run meanwhile. Blocking streams wait for the default stream.
     EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(3), u64{4}, non_blocking);
     EXPECT_SUCCESS("cuStreamSynchronize", non_blocking);
-    const Handle other = create_stream(0);
-    EXPECT_SUCCESS("cuMemsetD8Async", memory + 1, static_cast<unsigned char>(4), u64{1}, other);
-    EXPECT_RESULT(not_ready, "cuStreamQuery", other);
+    const Handle second_blocking = create_stream(0);
+    EXPECT_SUCCESS("cuMemsetD8Async", memory + 1, static_cast<unsigned char>(4), u64{1}, second_blocking);
+    EXPECT_RESULT(not_ready, "cuStreamQuery", second_blocking);
     gate.open();
     EXPECT_SUCCESS("cuCtxSynchronize");
     CHECK((read_device(memory, 4) == std::vector<unsigned char>{2, 4, 2, 2}));
-    for (const Handle stream : {blocking, non_blocking, other}) {
+    for (const Handle stream : {blocking, non_blocking, second_blocking}) {
         EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
     }
     EXPECT_SUCCESS("cuMemFree_v2", memory);
@@ -147,52 +149,53 @@ void test_memset_is_async_unless_sync_memops() {
         EXPECT_SUCCESS("cuStreamQuery", Handle{0});
     }
     EXPECT_SUCCESS("cuCtxSetFlags", static_cast<unsigned>(context_sync_memops));
-    const u64 other = allocate(4);
+    const u64 second_memory = allocate(4);
     for (int round = 0; round < 10; ++round) {
-        EXPECT_SUCCESS("cuMemsetD8_v2", other, static_cast<unsigned char>(round), u64{4});
+        EXPECT_SUCCESS("cuMemsetD8_v2", second_memory, static_cast<unsigned char>(round), u64{4});
         EXPECT_SUCCESS("cuStreamQuery", Handle{0});
     }
     EXPECT_SUCCESS("cuCtxSetFlags", 0U);
     EXPECT_SUCCESS("cuStreamDestroy_v2", blocking);
-    EXPECT_SUCCESS("cuMemFree_v2", other);
+    EXPECT_SUCCESS("cuMemFree_v2", second_memory);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
 void test_event_completes_after_earlier_work() {
-    const Handle first = create_stream(stream_non_blocking), second = create_stream(stream_non_blocking);
-    const Handle start = create_event(), end = create_event(), untimed = create_event(event_disable_timing);
+    const Handle first_stream = create_stream(stream_non_blocking), second_stream = create_stream(stream_non_blocking);
+    const Handle start_event = create_event(), end_event = create_event(),
+                 untimed_event = create_event(event_disable_timing);
     float milliseconds = -1;
-    EXPECT_SUCCESS("cuEventQuery", start); // an event that was never recorded counts as complete
-    EXPECT_RESULT(invalid_handle, "cuEventElapsedTime", &milliseconds, start, end);
-    EXPECT_SUCCESS("cuEventRecord", start, first);
-    EXPECT_SUCCESS("cuEventSynchronize", start);
+    EXPECT_SUCCESS("cuEventQuery", start_event); // an event that was never recorded counts as complete
+    EXPECT_RESULT(invalid_handle, "cuEventElapsedTime", &milliseconds, start_event, end_event);
+    EXPECT_SUCCESS("cuEventRecord", start_event, first_stream);
+    EXPECT_SUCCESS("cuEventSynchronize", start_event);
     {
-        Gate gate(first);
-        EXPECT_SUCCESS("cuEventRecord", end, first);
-        EXPECT_RESULT(not_ready, "cuEventQuery", end);
-        EXPECT_RESULT(not_ready, "cuEventElapsedTime_v2", &milliseconds, start, end);
-        // The second stream waits for an event in the first.
+        Gate gate(first_stream);
+        EXPECT_SUCCESS("cuEventRecord", end_event, first_stream);
+        EXPECT_RESULT(not_ready, "cuEventQuery", end_event);
+        EXPECT_RESULT(not_ready, "cuEventElapsedTime_v2", &milliseconds, start_event, end_event);
+        // The second stream waits for an event in the first stream.
         const u64 memory = allocate(1);
-        EXPECT_SUCCESS("cuStreamWaitEvent", second, end, 0U);
-        EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(1), u64{1}, second);
-        EXPECT_RESULT(not_ready, "cuStreamQuery", second);
+        EXPECT_SUCCESS("cuStreamWaitEvent", second_stream, end_event, 0U);
+        EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(1), u64{1}, second_stream);
+        EXPECT_RESULT(not_ready, "cuStreamQuery", second_stream);
         gate.open();
-        EXPECT_SUCCESS("cuStreamSynchronize", second);
-        EXPECT_SUCCESS("cuEventQuery", end);
+        EXPECT_SUCCESS("cuStreamSynchronize", second_stream);
+        EXPECT_SUCCESS("cuEventQuery", end_event);
         EXPECT_SUCCESS("cuMemFree_v2", memory);
     }
-    EXPECT_SUCCESS("cuEventElapsedTime_v2", &milliseconds, start, end);
+    EXPECT_SUCCESS("cuEventElapsedTime_v2", &milliseconds, start_event, end_event);
     CHECK(milliseconds > 0);
-    EXPECT_SUCCESS("cuEventRecord", untimed, first);
-    EXPECT_SUCCESS("cuEventSynchronize", untimed);
-    EXPECT_RESULT(invalid_handle, "cuEventElapsedTime", &milliseconds, start, untimed);
-    EXPECT_RESULT(invalid_value, "cuEventCreate", const_cast<Handle*>(&start), 8U);
+    EXPECT_SUCCESS("cuEventRecord", untimed_event, first_stream);
+    EXPECT_SUCCESS("cuEventSynchronize", untimed_event);
+    EXPECT_RESULT(invalid_handle, "cuEventElapsedTime", &milliseconds, start_event, untimed_event);
+    EXPECT_RESULT(invalid_value, "cuEventCreate", const_cast<Handle*>(&start_event), 8U);
     EXPECT_RESULT(invalid_handle, "cuEventQuery", Handle{0});
-    for (const Handle event : {start, end, untimed}) {
+    for (const Handle event : {start_event, end_event, untimed_event}) {
         EXPECT_SUCCESS("cuEventDestroy_v2", event);
     }
-    EXPECT_SUCCESS("cuStreamDestroy_v2", first);
-    EXPECT_SUCCESS("cuStreamDestroy_v2", second);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", first_stream);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", second_stream);
 }
 
 void test_host_function_must_not_call_driver() {
@@ -200,7 +203,7 @@ void test_host_function_must_not_call_driver() {
     const Handle stream = create_stream(0);
     void (*const function)(void*) = [](void*) {
         u64 pointer = 0;
-        alloc_result = cu("cuMemAlloc_v2", &pointer, u64{1});
+        alloc_result = call_driver("cuMemAlloc_v2", &pointer, u64{1});
     };
     void (*const callback)(Handle, int, void*) = [](Handle, int status, void*) { callback_status = status; };
     EXPECT_SUCCESS("cuLaunchHostFunc", stream, function, static_cast<void*>(nullptr));
@@ -235,7 +238,8 @@ void test_stream_queries_return_properties() {
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
 
-// A stream waits for a word of device memory that another stream writes. This GPU has no flush in a stream.
+// A stream waits for a word of device memory that another stream writes. The GPU of the twin does not support the flag
+// CU_STREAM_WAIT_VALUE_FLUSH.
 void test_stream_waits_for_a_value() {
     const Handle stream = create_stream(stream_non_blocking), writer = create_stream(stream_non_blocking);
     const u64 memory = allocate(8);
@@ -258,7 +262,7 @@ void test_stream_waits_for_a_value() {
     EXPECT_SUCCESS("cuStreamDestroy_v2", writer);
 }
 
-// Queued work is carried out after the stream is destroyed, and the context still waits for it.
+// Queued work still runs after its stream is destroyed, and a wait for the context includes this work.
 void test_destroyed_stream_finishes() {
     const Handle stream = create_stream(stream_non_blocking);
     const u64 memory = allocate(1);
@@ -273,29 +277,30 @@ void test_destroyed_stream_finishes() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// A copy between two contexts runs after all earlier work, and before all later work, of the current context and of
-// both contexts, also in streams that do not wait for the default stream. The call does not wait for the copy.
+// A copy between two contexts runs after all earlier work, and before all later work, of both contexts and of the
+// current context. This is true even for streams that do not wait for the default stream. The call does not wait for
+// the copy.
 void test_peer_copy_waits_for_all_streams() {
     constexpr u64 length_bytes = 100;
-    Handle first = 0, second = 0;
-    EXPECT_SUCCESS("cuCtxGetCurrent", &first);
+    Handle first_context = 0, second_context = 0;
+    EXPECT_SUCCESS("cuCtxGetCurrent", &first_context);
     const Handle stream = create_stream(stream_non_blocking);
     const u64 from = allocate(length_bytes);
     EXPECT_SUCCESS("cuMemsetD8_v2", from, static_cast<unsigned char>(1), length_bytes);
     EXPECT_SUCCESS("cuCtxSynchronize");
     Gate gate(stream);
     EXPECT_SUCCESS("cuMemsetD8Async", from, static_cast<unsigned char>(2), length_bytes, stream);
-    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &second, 1);
-    EXPECT_SUCCESS("cuCtxPushCurrent_v2", second);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &second_context, 1);
+    EXPECT_SUCCESS("cuCtxPushCurrent_v2", second_context);
     const Handle reader = create_stream(stream_non_blocking);
     const u64 to = allocate(length_bytes);
     void* bytes = nullptr;
     EXPECT_SUCCESS("cuMemHostAlloc", &bytes, length_bytes, 0U);
-    EXPECT_SUCCESS("cuCtxSetCurrent", first);
-    EXPECT_SUCCESS("cuMemcpyPeer", to, second, from, second, length_bytes);
-    EXPECT_SUCCESS("cuCtxSetCurrent", second);
+    EXPECT_SUCCESS("cuCtxSetCurrent", first_context);
+    EXPECT_SUCCESS("cuMemcpyPeer", to, second_context, from, second_context, length_bytes);
+    EXPECT_SUCCESS("cuCtxSetCurrent", second_context);
     EXPECT_SUCCESS("cuMemcpyDtoHAsync_v2", bytes, to, length_bytes, reader);
-    // Without the order, the reader would be done in this time.
+    // If the reader did not wait for the copy, it would be done within this time.
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
     while (std::chrono::steady_clock::now() < deadline) {
         EXPECT_RESULT(not_ready, "cuStreamQuery", reader);
@@ -306,8 +311,8 @@ void test_peer_copy_waits_for_all_streams() {
     EXPECT_SUCCESS("cuMemFreeHost", bytes);
     EXPECT_SUCCESS("cuMemFree_v2", to);
     EXPECT_SUCCESS("cuStreamDestroy_v2", reader);
-    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &second);
-    EXPECT_SUCCESS("cuCtxPushCurrent_v2", first);
+    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &second_context);
+    EXPECT_SUCCESS("cuCtxPushCurrent_v2", first_context);
     EXPECT_SUCCESS("cuMemFree_v2", from);
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
     EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 1);
@@ -335,7 +340,7 @@ void test_capture_mode_belongs_to_the_thread() {
 
 int main() {
     CHECK(setenv("GDRKIT_TWINS_LATE_SHARE", "100", 1) == 0);
-    CHECK(setenv("GDRKIT_TWINS_LATE_US", std::to_string(largest_delay.count()).c_str(), 1) == 0);
+    CHECK(setenv("GDRKIT_TWINS_LATE_US", std::to_string(delay_max.count()).c_str(), 1) == 0);
     init_device();
     test_async_copy_is_delayed();
     test_work_is_delayed_at_random();

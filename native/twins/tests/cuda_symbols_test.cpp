@@ -1,6 +1,6 @@
-// Tests of the exported functions: they match the contract (a list in native/twins/contracts), unimplemented ones fail
-// as documented, and cuGetProcAddress finds what cuda-bindings asks for. Also tests of the names of errors, of calls
-// before cuInit, and of a forked child.
+// Tests of the functions that the software twin of libcuda exports. They match the contract (a list in
+// native/twins/contracts), unimplemented functions fail as documented, and cuGetProcAddress finds every function that
+// cuda-bindings queries. Also tests of error names, of calls before cuInit, and of a forked child.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -16,13 +16,13 @@ namespace {
 // A line of functions.def.
 struct Function {
     const char* name;
-    int since; // CUDA version that introduced this form of the function; 0: cuGetProcAddress does not return it
+    int since; // CUDA version that introduced this form of the function, or 0 if cuGetProcAddress does not return it
     const char* symbol;
     const char* convention; // how an unimplemented function fails, as in cuda.conventions
 };
 
 constexpr Function functions[] = {
-#define X(name, since, symbol, kind) {#name, since, #symbol, #kind},
+#define X(name, since, symbol, convention) {#name, since, #symbol, #convention},
 #include "cuda/functions.def"
 #undef X
 };
@@ -30,11 +30,11 @@ constexpr Function functions[] = {
 void test_exports_match_contract() {
     std::set<std::string> contract_symbols;
     std::map<std::string, std::string> conventions;
-    for (const auto& [symbol, kind] : read_table(GDRKIT_CONTRACTS "/cuda.conventions")) {
+    for (const auto& [symbol, convention] : read_table(GDRKIT_CONTRACTS "/cuda.conventions")) {
         CHECK(contract_symbols.insert(symbol).second);
-        conventions[symbol] = kind;
+        conventions[symbol] = convention;
     }
-    CHECK(contract_symbols == exported_symbols(GDRKIT_CUDA_TWIN));
+    CHECK(contract_symbols == read_exported_symbols(GDRKIT_CUDA_TWIN));
     for (const Function& function : functions) {
         CHECK(conventions[function.symbol] == function.convention);
         conventions.erase(function.symbol);
@@ -78,7 +78,7 @@ void test_proc_address_returns_newest_form() {
         void* entry = nullptr;
         int status = -1;
         for (const u64 flags : {u64{proc_default}, u64{proc_legacy_stream}, u64{proc_per_thread_stream}}) {
-            const int result = cu("cuGetProcAddress_v2", name.c_str(), &entry, version, flags, &status);
+            const int result = call_driver("cuGetProcAddress_v2", name.c_str(), &entry, version, flags, &status);
             if (version > driver_version) {
                 CHECK(result == invalid_value);
                 continue;
@@ -129,7 +129,7 @@ void test_calls_before_init_fail() {
     CHECK(count == 2);
     EXPECT_RESULT(invalid_context, "cuMemAlloc_v2", &pointer, u64{1});
     EXPECT_RESULT(invalid_context, "cuStreamSynchronize", u64{0});
-    const int status = status_of_child([] { _exit(cu("cuInit", 0U) == not_initialized ? 0 : 1); });
+    const int status = run_in_child([] { _exit(call_driver("cuInit", 0U) == not_initialized ? 0 : 1); });
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 

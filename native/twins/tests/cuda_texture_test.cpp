@@ -1,4 +1,4 @@
-// Tests of textures and surfaces as objects.
+// Tests of the software twin of libcuda: texture objects and surface objects.
 #include "cuda/array_abi.hpp"
 #include "cuda/texture.hpp"
 #include "cuda_driver.hpp"
@@ -23,7 +23,7 @@ ResourceDescription make_resource(int type, Handle array) {
 
 int create_texture(Handle* texture, const ResourceDescription& resource, const TextureDescription& description,
                    const ViewDescription* view = nullptr) {
-    return cu("cuTexObjectCreate", texture, &resource, &description, view);
+    return call_driver("cuTexObjectCreate", texture, &resource, &description, view);
 }
 
 void test_texture_of_an_array_keeps_its_descriptions() {
@@ -34,25 +34,25 @@ void test_texture_of_an_array_keeps_its_descriptions() {
     description.filter_mode = 1;
     description.border[2] = 0.5F;
     const ViewDescription view{1, 16, 8, 0, 0, 0, 0, 0, {}};
-    ViewDescription found_view{};
+    ViewDescription queried_view{};
     ResourceDescription resource{};
     CHECK(create_texture(&texture, make_resource(resource_array, array), description, &view) == success);
     EXPECT_SUCCESS("cuTexObjectGetResourceDesc", &resource, texture);
     CHECK(resource.type == resource_array && resource.array == array);
     EXPECT_SUCCESS("cuTexObjectGetTextureDesc", &queried, texture);
     CHECK(queried.address_modes[0] == 3 && queried.filter_mode == 1 && queried.border[2] == 0.5F);
-    EXPECT_SUCCESS("cuTexObjectGetResourceViewDesc", &found_view, texture);
-    CHECK(found_view.width == 16 && found_view.height == 8);
+    EXPECT_SUCCESS("cuTexObjectGetResourceViewDesc", &queried_view, texture);
+    CHECK(queried_view.width == 16 && queried_view.height == 8);
     EXPECT_SUCCESS("cuTexObjectDestroy", texture);
     EXPECT_RESULT(invalid_value, "cuTexObjectGetTextureDesc", &queried, texture);
     CHECK(create_texture(&texture, make_resource(resource_array, array), description) == success);
-    EXPECT_RESULT(invalid_value, "cuTexObjectGetResourceViewDesc", &found_view, texture);
+    EXPECT_RESULT(invalid_value, "cuTexObjectGetResourceViewDesc", &queried_view, texture);
     EXPECT_SUCCESS("cuTexObjectDestroy", texture);
     EXPECT_SUCCESS("cuArrayDestroy", array);
     CHECK(create_texture(&texture, make_resource(resource_array, array), description) == invalid_value);
 }
 
-// The memory must be aligned and contain all rows.
+// The memory of a texture must be aligned and must contain all rows.
 void test_texture_of_memory_is_checked() {
     const u64 memory = allocate(4096);
     Handle texture = 0;
@@ -110,11 +110,11 @@ void test_wrong_textures_are_refused() {
     EXPECT_SUCCESS("cuArrayDestroy", array);
 }
 
-// A surface needs an array that was made for it.
+// A surface needs an array that was created with the flag array_surface.
 void test_surface_of_an_array() {
-    const Handle array = create_array(array_surface), other = create_array(0);
+    const Handle array = create_array(array_surface), array_without_flag = create_array(0);
     Handle surface = 0;
-    ResourceDescription resource = make_resource(resource_array, other), queried{};
+    ResourceDescription resource = make_resource(resource_array, array_without_flag), queried{};
     EXPECT_RESULT(invalid_value, "cuSurfObjectCreate", &surface, static_cast<const ResourceDescription*>(&resource));
     resource.array = array;
     EXPECT_SUCCESS("cuSurfObjectCreate", &surface, static_cast<const ResourceDescription*>(&resource));
@@ -123,10 +123,10 @@ void test_surface_of_an_array() {
     EXPECT_SUCCESS("cuSurfObjectDestroy", surface);
     EXPECT_RESULT(invalid_value, "cuSurfObjectGetResourceDesc", &queried, surface);
     EXPECT_SUCCESS("cuArrayDestroy", array);
-    EXPECT_SUCCESS("cuArrayDestroy", other);
+    EXPECT_SUCCESS("cuArrayDestroy", array_without_flag);
 }
 
-// Objects end with their context, and a later destroy is an error.
+// A texture is destroyed with its context. A later destroy of the texture is an error.
 void test_texture_ends_with_its_context() {
     Handle context = 0, texture = 0;
     EXPECT_SUCCESS("cuCtxCreate_v2", &context, 0U, 0);

@@ -1,4 +1,5 @@
-// Tests of concurrent calls by many threads, including the calls that the verbs twin makes from its threads.
+// Tests of the software twin of libcuda: concurrent calls by many threads, including the calls that the verbs twin
+// makes from its threads.
 #include <atomic>
 #include <thread>
 
@@ -8,26 +9,26 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-constexpr int round_count = 40;
+constexpr int rounds_count = 40;
 
 void allocate_copy_free(unsigned seed) {
     Handle stream = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, seed % 2);
-    for (int round = 0; round < round_count; ++round) {
+    for (int round = 0; round < rounds_count; ++round) {
         const u64 size = 1 + (seed * 977 + static_cast<unsigned>(round) * 131) % 20000;
         const u64 memory = allocate(size);
-        const auto bytes = pattern(size, seed);
+        const auto bytes = make_pattern(size, seed);
         EXPECT_SUCCESS("cuMemcpyHtoDAsync_v2", memory, static_cast<const void*>(bytes.data()), size, stream);
         EXPECT_SUCCESS("cuStreamSynchronize", stream);
         CHECK(read_device(memory, size) == bytes);
         EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(1), size, stream);
-        free_memory();
+        query_free_memory();
         EXPECT_SUCCESS("cuMemFree_v2", memory);
     }
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
 
-// Copy as the verbs twin does for incoming requests, while the program's threads run.
+// Make the calls that the verbs twin makes for incoming requests, while the threads of the program run.
 void serve_requests(u64 memory, std::atomic<bool>* must_stop) {
     Handle context = 0;
     EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &context, 0);
@@ -36,7 +37,7 @@ void serve_requests(u64 memory, std::atomic<bool>* must_stop) {
     while (!*must_stop) {
         u64 base = 0, length = 0;
         EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, memory + 5);
-        CHECK(base == memory && length == 4096 && buffer_id(memory) != 0);
+        CHECK(base == memory && length == 4096 && query_buffer_id(memory) != 0);
         write_device(memory, bytes);
         bytes = read_device(memory, 100);
     }

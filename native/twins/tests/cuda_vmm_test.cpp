@@ -1,4 +1,5 @@
-// Tests of virtual memory management within one process and between two.
+// Tests of the software twin of libcuda: virtual memory management (cuMemCreate, cuMemMap and others) within one
+// process and between two.
 #include <fcntl.h>
 
 #include "cuda_peer.hpp"
@@ -13,7 +14,7 @@ constexpr u64 granule_bytes = 2 << 20; // granularity of reservations and alloca
 // Messages between the owner of the memory and the importer.
 constexpr char importer_has_written = 'd', owner_has_released = 'x';
 
-AllocationProperties properties(int device = 0) {
+AllocationProperties make_properties(int device = 0) {
     AllocationProperties requested{};
     requested.type = allocation_pinned;
     requested.requested_handle_types = handle_posix_fd;
@@ -22,29 +23,29 @@ AllocationProperties properties(int device = 0) {
     return requested;
 }
 
-u64 reserve(u64 length_bytes) {
+u64 reserve_addresses(u64 length_bytes) {
     u64 pointer = 0;
     EXPECT_SUCCESS("cuMemAddressReserve", &pointer, length_bytes, u64{0}, u64{0}, u64{0});
     return pointer;
 }
 
-Handle create(u64 length_bytes = granule_bytes) {
+Handle create_memory(u64 length_bytes = granule_bytes) {
     Handle handle = 0;
-    const AllocationProperties requested = properties();
+    const AllocationProperties requested = make_properties();
     EXPECT_SUCCESS("cuMemCreate", &handle, length_bytes, &requested, u64{0});
     return handle;
 }
 
-void map(u64 pointer, Handle handle, u64 length_bytes = granule_bytes) {
+void map_memory(u64 pointer, Handle handle, u64 length_bytes = granule_bytes) {
     EXPECT_SUCCESS("cuMemMap", pointer, length_bytes, u64{0}, handle, u64{0});
 }
 
 int set_access(u64 pointer, u64 length_bytes, int flags, int type = location_device, int device = 0) {
     const AccessDescription access{{type, device}, flags};
-    return cu("cuMemSetAccess", pointer, length_bytes, &access, u64{1});
+    return call_driver("cuMemSetAccess", pointer, length_bytes, &access, u64{1});
 }
 
-// Body of the importing process: imports the memory by its descriptor, checks the data and changes it.
+// The importing process runs this function. It imports the memory by its descriptor, checks the data and changes it.
 int run_importer(int socket) {
     init_device();
     std::vector<Fd> fds;
@@ -52,14 +53,14 @@ int run_importer(int socket) {
     Handle handle = 0;
     EXPECT_SUCCESS("cuMemImportFromShareableHandle", &handle, reinterpret_cast<void*>(static_cast<long>(fds[0].get())),
                    static_cast<int>(handle_posix_fd));
-    const u64 pointer = reserve(granule_bytes);
-    map(pointer, handle);
+    const u64 pointer = reserve_addresses(granule_bytes);
+    map_memory(pointer, handle);
     CHECK(set_access(pointer, granule_bytes, access_read_write) == success);
-    CHECK(read_device(pointer, 1000) == pattern(1000, 5));
-    write_device(pointer, pattern(1000, 6));
+    CHECK(read_device(pointer, 1000) == make_pattern(1000, 5));
+    write_device(pointer, make_pattern(1000, 6));
     send_value(socket, importer_has_written);
     CHECK(receive_value<char>(socket) == owner_has_released);
-    CHECK(read_device(pointer, 1000) == pattern(1000, 6));
+    CHECK(read_device(pointer, 1000) == make_pattern(1000, 6));
     EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
     EXPECT_SUCCESS("cuMemRelease", handle);
     EXPECT_SUCCESS("cuMemAddressFree", pointer, granule_bytes);
@@ -69,11 +70,11 @@ int run_importer(int socket) {
 void test_exported_memory_is_shared_by_processes() {
     Peer importer;
     init_device();
-    const u64 before = free_memory(), pointer = reserve(granule_bytes);
-    const Handle handle = create();
-    map(pointer, handle);
+    const u64 free_before = query_free_memory(), pointer = reserve_addresses(granule_bytes);
+    const Handle handle = create_memory();
+    map_memory(pointer, handle);
     CHECK(set_access(pointer, granule_bytes, access_read_write) == success);
-    write_device(pointer, pattern(1000, 5));
+    write_device(pointer, make_pattern(1000, 5));
     int fd = -1;
     EXPECT_RESULT(invalid_value, "cuMemExportToShareableHandle", static_cast<void*>(&fd), handle,
                   static_cast<int>(handle_fabric), u64{0});
@@ -82,24 +83,24 @@ void test_exported_memory_is_shared_by_processes() {
     Fd shareable(fd);
     CHECK(send_fds(importer.socket(), {&fd, 1}));
     CHECK(receive_value<char>(importer.socket()) == importer_has_written);
-    CHECK(read_device(pointer, 1000) == pattern(1000, 6));
+    CHECK(read_device(pointer, 1000) == make_pattern(1000, 6));
     shareable.reset();
     EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
     EXPECT_SUCCESS("cuMemRelease", handle);
     EXPECT_SUCCESS("cuMemAddressFree", pointer, granule_bytes);
-    CHECK(before - free_memory() == granule_bytes); // the importer still references the memory
+    CHECK(free_before - query_free_memory() == granule_bytes); // the importer still references the memory
     send_value(importer.socket(), owner_has_released);
     char byte = 0;
     CHECK(recv(importer.socket(), &byte, 1, 0) == 0);
-    CHECK(wait_for_free_memory(before));
+    CHECK(wait_for_free_memory(free_before));
 }
 
 void test_copy_crosses_adjacent_mappings() {
-    const u64 pointer = reserve(4 * granule_bytes);
-    const Handle first = create(), second = create();
-    map(pointer, first);
-    map(pointer + granule_bytes, second);
-    const auto bytes = pattern(1000, 7);
+    const u64 pointer = reserve_addresses(4 * granule_bytes);
+    const Handle first = create_memory(), second = create_memory();
+    map_memory(pointer, first);
+    map_memory(pointer + granule_bytes, second);
+    const auto bytes = make_pattern(1000, 7);
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, static_cast<const void*>(bytes.data()), u64{1000});
     CHECK(set_access(pointer, 2 * granule_bytes, access_read_write) == success);
     CHECK(set_access(pointer, 4 * granule_bytes, access_read_write) == invalid_value);
@@ -112,8 +113,8 @@ void test_copy_crosses_adjacent_mappings() {
     u64 base = 0, length = 0;
     EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, pointer + granule_bytes + 5);
     CHECK(base == pointer + granule_bytes && length == granule_bytes);
-    const u64 first_id = buffer_id(pointer);
-    CHECK(buffer_id(pointer + granule_bytes) > first_id);
+    const u64 first_id = query_buffer_id(pointer);
+    CHECK(query_buffer_id(pointer + granule_bytes) > first_id);
     const unsigned enabled = 1;
     EXPECT_RESULT(not_supported, "cuPointerSetAttribute", static_cast<const void*>(&enabled),
                   static_cast<int>(pointer_sync_memops), pointer);
@@ -140,8 +141,8 @@ void test_copy_crosses_adjacent_mappings() {
     EXPECT_RESULT(invalid_value, "cuMemUnmap", pointer, u64{4096});
     EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
     EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
-    map(pointer, first);
-    CHECK(buffer_id(pointer) > first_id);
+    map_memory(pointer, first);
+    CHECK(query_buffer_id(pointer) > first_id);
     EXPECT_RESULT(invalid_value, "cuMemAddressFree", pointer, 4 * granule_bytes);
     EXPECT_SUCCESS("cuMemUnmap", pointer, 4 * granule_bytes);
     EXPECT_SUCCESS("cuMemRelease", first);
@@ -151,7 +152,7 @@ void test_copy_crosses_adjacent_mappings() {
 }
 
 void test_reserved_addresses_are_not_mapped() {
-    const u64 pointer = reserve(granule_bytes);
+    const u64 pointer = reserve_addresses(granule_bytes);
     u64 start = 0, size = 0;
     unsigned is_mapped = 7;
     const int numbers[] = {pointer_mapped, pointer_range_start, pointer_range_size};
@@ -172,17 +173,17 @@ void test_reserved_addresses_are_not_mapped() {
 }
 
 void test_released_handle_can_be_retained_again() {
-    const u64 pointer = reserve(2 * granule_bytes);
-    Handle handle = create(), retained_handle = 0;
-    AllocationProperties reported{}, requested = properties();
+    const u64 pointer = reserve_addresses(2 * granule_bytes);
+    Handle handle = create_memory(), retained_handle = 0;
+    AllocationProperties reported{}, requested = make_properties();
     EXPECT_SUCCESS("cuMemGetAllocationPropertiesFromHandle", &reported, handle);
     CHECK(reported.gpu_direct_rdma_capable == 1 && reported.requested_handle_types == handle_posix_fd);
     EXPECT_RESULT(not_supported, "cuMemMap", pointer, granule_bytes, granule_bytes, handle, u64{0});
     EXPECT_RESULT(not_supported, "cuMemMap", pointer, 2 * granule_bytes, u64{0}, handle, u64{0});
     EXPECT_RESULT(invalid_value, "cuMemMap", u64{0x10000000000}, granule_bytes, u64{0}, handle, u64{0});
-    map(pointer, handle);
+    map_memory(pointer, handle);
     EXPECT_RESULT(invalid_value, "cuMemMap", pointer, granule_bytes, u64{0}, handle, u64{0});
-    map(pointer + granule_bytes, handle); // a second mapping of the same memory
+    map_memory(pointer + granule_bytes, handle); // a second mapping of the same memory
     CHECK(set_access(pointer, 2 * granule_bytes, access_read_write) == success);
     write_device(pointer, {1, 2, 3});
     CHECK((read_device(pointer + granule_bytes, 3) == std::vector<unsigned char>{1, 2, 3}));
@@ -214,11 +215,11 @@ void test_released_handle_can_be_retained_again() {
 }
 
 void test_second_release_aborts() {
-    const int status = status_of_child([] {
+    const int status = run_in_child([] {
         init_device();
-        const Handle handle = create();
-        cu("cuMemRelease", handle);
-        cu("cuMemRelease", handle);
+        const Handle handle = create_memory();
+        call_driver("cuMemRelease", handle);
+        call_driver("cuMemRelease", handle);
     });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }

@@ -1,5 +1,5 @@
-// Compares the declarations of cudart_abi.hpp with the real cuda_runtime_api.h at compile time, if that header is
-// installed. It may be the header of CUDA 12 or 13.
+// Test of the software twins of libcudart (the CUDA runtime): compares the declarations of cudart_abi.hpp with the real
+// cuda_runtime_api.h at compile time, if that header is installed. It may be the header of CUDA 12 or 13.
 #include <cuda_runtime_api.h>
 
 #undef GDRKIT_CUDART_MAJOR

@@ -1,4 +1,4 @@
-// Tests of captures, graphs, arrays and managed memory on the CUDA runtime twins.
+// Tests of the software twins of libcudart (the CUDA runtime 12 and 13): captures, graphs, arrays and managed memory.
 #include <algorithm>
 
 #include "cuda/array_abi.hpp"
@@ -7,7 +7,7 @@
 
 using namespace gdrkit::twin;
 using namespace gdrkit::twin::cudart;
-using cuda::pattern;
+using cuda::make_pattern;
 
 namespace {
 
@@ -19,7 +19,7 @@ Handle create_stream() {
     return stream;
 }
 
-void launch(Handle graph, Handle stream) {
+void launch_twice_and_destroy(Handle graph, Handle stream) {
     Handle executable = 0;
     EXPECT_OK("cudaGraphInstantiate", &executable, graph, u64{0});
     for (int round = 0; round < 2; ++round) {
@@ -30,35 +30,37 @@ void launch(Handle graph, Handle stream) {
     EXPECT_OK("cudaGraphDestroy", graph);
 }
 
-// As PyTorch does it: capture copies in a stream, and launch them with other data in the same memory.
+// Like PyTorch, the test captures copies in a stream, and launches them with other data in the same memory.
 void test_captured_copies_are_launched() {
     const Handle stream = create_stream();
     void *const first = allocate(length_bytes), *const second = allocate(length_bytes);
     int status = -1;
-    u64 id = 0, count = 0;
-    Handle graph = 0, from_info = 0;
+    u64 capture_id = 0, dependencies_count = 0;
+    Handle graph = 0, captured_graph = 0;
     const Handle* dependencies = nullptr;
     EXPECT_OK("cudaStreamBeginCapture", stream, int{cuda::capture_mode_global});
     EXPECT_OK("cudaMemcpyAsync", second, static_cast<const void*>(first), length_bytes, int{device_to_device}, stream);
     EXPECT_OK("cudaMemsetAsync", first, 0, length_bytes, stream);
 #if GDRKIT_CUDART_MAJOR == 12
-    EXPECT_OK("cudaStreamGetCaptureInfo_v2", stream, &status, &id, &from_info, &dependencies, &count);
+    EXPECT_OK("cudaStreamGetCaptureInfo_v2", stream, &status, &capture_id, &captured_graph, &dependencies,
+              &dependencies_count);
 #else
-    const cuda::EdgeData* data = nullptr;
-    EXPECT_OK("cudaStreamGetCaptureInfo", stream, &status, &id, &from_info, &dependencies, &data, &count);
+    const cuda::EdgeData* edge_data = nullptr;
+    EXPECT_OK("cudaStreamGetCaptureInfo", stream, &status, &capture_id, &captured_graph, &dependencies, &edge_data,
+              &dependencies_count);
 #endif
-    CHECK(status == cuda::capture_active && id != 0 && count == 1);
+    CHECK(status == cuda::capture_active && capture_id != 0 && dependencies_count == 1);
     EXPECT_OK("cudaStreamEndCapture", stream, &graph);
-    CHECK(graph == from_info);
+    CHECK(graph == captured_graph);
     EXPECT_OK("cudaStreamIsCapturing", stream, &status);
     CHECK(status == cuda::capture_none);
     Handle executable = 0;
     EXPECT_OK("cudaGraphInstantiateWithFlags", &executable, graph, u64{0});
     for (unsigned seed = 1; seed < 4; ++seed) {
-        write_memory(first, pattern(length_bytes, seed));
+        write_memory(first, make_pattern(length_bytes, seed));
         EXPECT_OK("cudaGraphLaunch", executable, stream);
         EXPECT_OK("cudaStreamSynchronize", stream);
-        CHECK(read_memory(second, length_bytes) == pattern(length_bytes, seed));
+        CHECK(read_memory(second, length_bytes) == make_pattern(length_bytes, seed));
         CHECK(read_memory(first, length_bytes)[9] == 0);
     }
     EXPECT_OK("cudaGraphExecDestroy", executable);
@@ -84,40 +86,39 @@ void test_errors_of_captures() {
 void test_graphs_are_built_by_nodes() {
     const Handle stream = create_stream();
     void* const memory = allocate(length_bytes);
-    std::vector<unsigned char> from = pattern(length_bytes, 5), to(length_bytes);
-    Handle graph = 0, fill = 0, copy = 0, read = 0, empty = 0;
+    std::vector<unsigned char> from = make_pattern(length_bytes, 5), to(length_bytes);
+    Handle graph = 0, fill_node = 0, copy_node = 0, read_node = 0, empty_node = 0;
     EXPECT_OK("cudaGraphCreate", &graph, 0U);
-    const Handle* const none = nullptr;
+    const Handle* const no_nodes = nullptr;
     const cuda::FillParameters parameters{reinterpret_cast<u64>(memory), 0, 1, 1, length_bytes, 1};
-    EXPECT_OK("cudaGraphAddMemsetNode", &fill, graph, none, u64{0}, &parameters);
-    EXPECT_OK("cudaGraphAddMemcpyNode1D", &copy, graph, static_cast<const Handle*>(&fill), u64{1}, memory,
+    EXPECT_OK("cudaGraphAddMemsetNode", &fill_node, graph, no_nodes, u64{0}, &parameters);
+    EXPECT_OK("cudaGraphAddMemcpyNode1D", &copy_node, graph, static_cast<const Handle*>(&fill_node), u64{1}, memory,
               static_cast<const void*>(from.data()), u64{100}, int{host_to_device});
-    const Copy3d out{nullptr,
-                     {},
-                     {memory, length_bytes, length_bytes, 1},
-                     nullptr,
-                     {},
-                     {to.data(), length_bytes, length_bytes, 1},
-                     {length_bytes, 1, 1},
-                     device_to_host};
-    EXPECT_OK("cudaGraphAddMemcpyNode", &read, graph, static_cast<const Handle*>(&copy), u64{1}, &out);
-    EXPECT_OK("cudaGraphAddEmptyNode", &empty, graph, static_cast<const Handle*>(&read), u64{1});
+    const Copy3d read_copy{nullptr,
+                           {},
+                           {memory, length_bytes, length_bytes, 1},
+                           nullptr,
+                           {},
+                           {to.data(), length_bytes, length_bytes, 1},
+                           {length_bytes, 1, 1},
+                           device_to_host};
+    EXPECT_OK("cudaGraphAddMemcpyNode", &read_node, graph, static_cast<const Handle*>(&copy_node), u64{1}, &read_copy);
+    EXPECT_OK("cudaGraphAddEmptyNode", &empty_node, graph, static_cast<const Handle*>(&read_node), u64{1});
     Copy3d queried{};
-    EXPECT_OK("cudaGraphMemcpyNodeGetParams", read, &queried);
+    EXPECT_OK("cudaGraphMemcpyNodeGetParams", read_node, &queried);
     CHECK(queried.from.pointer == memory && queried.extent.width == length_bytes);
     u64 count = 0;
     EXPECT_OK("cudaGraphGetNodes", graph, static_cast<Handle*>(nullptr), &count);
     CHECK(count == 4);
     int type = 0;
-    EXPECT_OK("cudaGraphNodeGetType", fill, &type);
+    EXPECT_OK("cudaGraphNodeGetType", fill_node, &type);
     CHECK(type == cuda::node_fill);
-    launch(graph, stream);
+    launch_twice_and_destroy(graph, stream);
     CHECK(std::equal(from.begin(), from.begin() + 100, to.begin()) && to[100] == 1 && to[length_bytes - 1] == 1);
     EXPECT_OK("cudaFree", memory);
     EXPECT_OK("cudaStreamDestroy", stream);
 }
 
-// Positions and extents count elements where an array participates.
 // A conditional node runs the graph that its condition chooses.
 void test_conditional_node_runs_one_graph() {
     const Handle stream = create_stream();
@@ -140,18 +141,19 @@ void test_conditional_node_runs_one_graph() {
         EXPECT_OK("cudaGraphAddMemsetNode", &inner, parameters.conditional.bodies[index],
                   static_cast<const Handle*>(nullptr), u64{0}, &fill);
     }
-    launch(graph, stream);
+    launch_twice_and_destroy(graph, stream);
     CHECK(read_memory(memory, length_bytes) == std::vector<unsigned char>(length_bytes, 2));
     EXPECT_OK("cudaFree", memory);
     EXPECT_OK("cudaStreamDestroy", stream);
 }
 
+// In a copy with an array, positions and extents count elements.
 void test_arrays_are_copied() {
     constexpr u64 width = 20, height = 5, row_bytes = width * 4;
     const ChannelFormat format{16, 16, 0, 0, channel_unsigned};
     Handle array = 0, volume = 0, mipmap = 0, level = 0;
     EXPECT_OK("cudaMallocArray", &array, &format, u64{width}, u64{height}, 0U);
-    std::vector<unsigned char> from = pattern(row_bytes * height, 6), to(from.size());
+    std::vector<unsigned char> from = make_pattern(row_bytes * height, 6), to(from.size());
     EXPECT_OK("cudaMemcpy2DToArray", array, u64{0}, u64{0}, static_cast<const void*>(from.data()), u64{row_bytes},
               u64{row_bytes}, u64{height}, int{host_to_device});
     EXPECT_OK("cudaMemcpy2DFromArray", static_cast<void*>(to.data()), u64{row_bytes}, array, u64{0}, u64{0},
@@ -190,18 +192,18 @@ void test_arrays_are_copied() {
 }
 
 void test_pools_of_the_host_and_memory_of_graphs() {
-    u64 used = 9;
-    EXPECT_OK("cudaDeviceGetGraphMemAttribute", 0, 0, static_cast<void*>(&used));
-    CHECK(used == 0);
+    u64 used_bytes = 9;
+    EXPECT_OK("cudaDeviceGetGraphMemAttribute", 0, 0, static_cast<void*>(&used_bytes));
+    CHECK(used_bytes == 0);
     EXPECT_OK("cudaDeviceGraphMemTrim", 0);
     EXPECT_OK("cudaProfilerStart");
     EXPECT_OK("cudaProfilerStop");
 #if GDRKIT_CUDART_MAJOR == 13
     const cuda::Location host{cuda::location_host, 0};
-    Handle pool = 0, current = 0;
+    Handle pool = 0, current_pool = 0;
     EXPECT_OK("cudaMemGetDefaultMemPool", &pool, &host, int{cuda::allocation_pinned});
-    EXPECT_OK("cudaMemGetMemPool", &current, &host, int{cuda::allocation_pinned});
-    CHECK(pool != 0 && pool == current);
+    EXPECT_OK("cudaMemGetMemPool", &current_pool, &host, int{cuda::allocation_pinned});
+    CHECK(pool != 0 && pool == current_pool);
     EXPECT_OK("cudaMemSetMemPool", &host, int{cuda::allocation_pinned}, pool);
 #endif
 }
@@ -210,19 +212,20 @@ void test_managed_memory_is_prefetched() {
     void* memory = nullptr;
     const cuda::Location device{cuda::location_device, 1};
     EXPECT_OK("cudaMallocManaged", &memory, length_bytes, 1U);
-    const void* const constant = memory;
+    const void* const constant_memory = memory;
 #if GDRKIT_CUDART_MAJOR == 12
-    EXPECT_OK("cudaMemPrefetchAsync", constant, length_bytes, 0, Handle{0});
-    EXPECT_OK("cudaMemAdvise", constant, length_bytes, int{cuda::advise_set_accessed_by}, 0);
-    EXPECT_OK("cudaMemPrefetchAsync_v2", constant, length_bytes, device, 0U, Handle{0});
-    EXPECT_OK("cudaMemAdvise_v2", constant, length_bytes, int{cuda::advise_set_preferred_location}, device);
+    EXPECT_OK("cudaMemPrefetchAsync", constant_memory, length_bytes, 0, Handle{0});
+    EXPECT_OK("cudaMemAdvise", constant_memory, length_bytes, int{cuda::advise_set_accessed_by}, 0);
+    EXPECT_OK("cudaMemPrefetchAsync_v2", constant_memory, length_bytes, device, 0U, Handle{0});
+    EXPECT_OK("cudaMemAdvise_v2", constant_memory, length_bytes, int{cuda::advise_set_preferred_location}, device);
 #else
-    EXPECT_OK("cudaMemPrefetchAsync", constant, length_bytes, device, 0U, Handle{0});
-    EXPECT_OK("cudaMemAdvise", constant, length_bytes, int{cuda::advise_set_preferred_location}, device);
+    EXPECT_OK("cudaMemPrefetchAsync", constant_memory, length_bytes, device, 0U, Handle{0});
+    EXPECT_OK("cudaMemAdvise", constant_memory, length_bytes, int{cuda::advise_set_preferred_location}, device);
 #endif
     for (const int attribute : {cuda::range_preferred_location, cuda::range_last_prefetch_location}) {
         int location = -9;
-        EXPECT_OK("cudaMemRangeGetAttribute", static_cast<void*>(&location), u64{4}, attribute, constant, length_bytes);
+        EXPECT_OK("cudaMemRangeGetAttribute", static_cast<void*>(&location), u64{4}, attribute, constant_memory,
+                  length_bytes);
         CHECK(location == 1);
     }
     EXPECT_OK("cudaStreamAttachMemAsync", Handle{0}, memory, u64{0}, 2U);

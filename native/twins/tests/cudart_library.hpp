@@ -1,5 +1,5 @@
-// Helpers of the tests of the CUDA runtime twins: open a twin by dlopen and call its functions by name. The build
-// compiles each test once for each version of the runtime.
+// Helpers for the tests of the software twins of libcudart (the CUDA runtime). They open a twin with dlopen and call
+// its functions by name. The build compiles each test once for each version of the runtime.
 #pragma once
 
 #include <string_view>
@@ -24,7 +24,7 @@ inline void* runtime() {
     return handle;
 }
 
-inline void* function(const char* symbol) {
+inline void* find_function(const char* symbol) {
     void* const entry = dlsym(runtime(), symbol);
     if (entry == nullptr) {
         std::fprintf(stderr, "%s is not exported\n", symbol);
@@ -34,14 +34,14 @@ inline void* function(const char* symbol) {
 }
 
 // Call a function by name. Arguments must have the types of the interface: lengths and handles are u64.
-template <typename... Arguments> int rt(const char* symbol, Arguments... arguments) {
-    return reinterpret_cast<int (*)(Arguments...)>(function(symbol))(arguments...);
+template <typename... Arguments> int call_runtime(const char* symbol, Arguments... arguments) {
+    return reinterpret_cast<int (*)(Arguments...)>(find_function(symbol))(arguments...);
 }
 
 // Check that a function returns this code.
 #define EXPECT_ERROR(code, ...)                                                                                        \
     do {                                                                                                               \
-        const int error_ = rt(__VA_ARGS__);                                                                            \
+        const int error_ = call_runtime(__VA_ARGS__);                                                                  \
         if (error_ != (code)) {                                                                                        \
             std::fprintf(stderr, "%s:%d: %s returned %d, not %d\n", __FILE__, __LINE__, #__VA_ARGS__, error_,          \
                          static_cast<int>(code));                                                                      \
@@ -67,14 +67,14 @@ inline std::vector<unsigned char> read_memory(const void* from, u64 length_bytes
 }
 
 // Return what `body` writes to standard error.
-template <typename Body> std::string stderr_of(Body&& body) {
+template <typename Body> std::string capture_stderr(Body&& body) {
     std::fflush(stderr);
-    const int saved = dup(STDERR_FILENO);
+    const int saved_fd = dup(STDERR_FILENO);
     std::FILE* const file = std::tmpfile();
-    CHECK(saved >= 0 && file != nullptr && dup2(fileno(file), STDERR_FILENO) >= 0);
+    CHECK(saved_fd >= 0 && file != nullptr && dup2(fileno(file), STDERR_FILENO) >= 0);
     body();
-    CHECK(dup2(saved, STDERR_FILENO) >= 0);
-    close(saved);
+    CHECK(dup2(saved_fd, STDERR_FILENO) >= 0);
+    close(saved_fd);
     std::rewind(file);
     std::string text;
     for (int byte = std::fgetc(file); byte != EOF; byte = std::fgetc(file)) {

@@ -1,5 +1,5 @@
-// Tests of the exported functions of a CUDA runtime twin: they match the contract and have the version of the library,
-// and unimplemented ones fail as documented.
+// Tests of the functions that a software twin of libcudart (the CUDA runtime) exports. They match the contract (a list
+// in native/twins/contracts) and have the version of the library, and unimplemented functions fail as documented.
 #include <algorithm>
 #include <map>
 
@@ -11,32 +11,33 @@ using namespace gdrkit::twin::cudart;
 
 namespace {
 
-constexpr const char* version = GDRKIT_CUDART_MAJOR == 12 ? "libcudart.so.12" : "libcudart.so.13";
+constexpr const char* symbol_version = GDRKIT_CUDART_MAJOR == 12 ? "libcudart.so.12" : "libcudart.so.13";
 
-std::map<std::string, std::string> conventions() {
+std::map<std::string, std::string> read_conventions() {
     std::map<std::string, std::string> kinds;
-    for (const auto& [symbol, kind] : read_table(GDRKIT_CONTRACT)) {
-        CHECK(kinds.emplace(symbol, kind).second);
+    for (const auto& [symbol, convention] : read_table(GDRKIT_CONTRACT)) {
+        CHECK(kinds.emplace(symbol, convention).second);
     }
     return kinds;
 }
 
 void test_exports_match_contract() {
-    std::set<std::string> symbols = exported_symbols(GDRKIT_CUDART_TWIN);
-    CHECK(symbols.erase(version) == 1); // the symbol of the version itself
-    for (const auto& [symbol, kind] : conventions()) {
+    std::set<std::string> symbols = read_exported_symbols(GDRKIT_CUDART_TWIN);
+    CHECK(symbols.erase(symbol_version) == 1); // the linker also defines a symbol with the name of the version
+    for (const auto& [symbol, convention] : read_conventions()) {
         CHECK(symbols.erase(symbol) == 1);
-        CHECK(dlvsym(runtime(), symbol.c_str(), version) == function(symbol.c_str()));
+        CHECK(dlvsym(runtime(), symbol.c_str(), symbol_version) == find_function(symbol.c_str()));
     }
     CHECK(symbols.empty());
 }
 
-// Each call fails, and prints one line once. No function needs a driver for that.
+// Each call of an unimplemented function fails, and the first call prints one line. The functions need no driver for
+// this.
 void test_unimplemented_functions_fail() {
     int count = 0;
-    const std::string text = stderr_of([&] {
-        for (const auto& [symbol, kind] : conventions()) {
-            if (kind == "not_supported") {
+    const std::string text = capture_stderr([&] {
+        for (const auto& [symbol, convention] : read_conventions()) {
+            if (convention == "not_supported") {
                 EXPECT_ERROR(not_supported, symbol.c_str());
                 EXPECT_ERROR(not_supported, symbol.c_str());
                 ++count;
@@ -50,15 +51,15 @@ void test_unimplemented_functions_fail() {
 }
 
 void test_errors_have_names_and_texts() {
-    const auto text_of = [](const char* symbol, int code) {
-        return std::string_view(reinterpret_cast<const char* (*)(int)>(function(symbol))(code));
+    const auto get_text = [](const char* symbol, int code) {
+        return std::string_view(reinterpret_cast<const char* (*)(int)>(find_function(symbol))(code));
     };
-    CHECK(text_of("cudaGetErrorName", 2) == "cudaErrorMemoryAllocation");
-    CHECK(text_of("cudaGetErrorName", 801) == "cudaErrorNotSupported");
-    CHECK(text_of("cudaGetErrorString", 2) == "out of memory");
-    CHECK(text_of("cudaGetErrorString", 35) == "CUDA driver version is insufficient for CUDA runtime version");
-    CHECK(text_of("cudaGetErrorName", 5555) == "unrecognized error code");
-    CHECK(text_of("cudaGetErrorString", -1) == "unrecognized error code");
+    CHECK(get_text("cudaGetErrorName", 2) == "cudaErrorMemoryAllocation");
+    CHECK(get_text("cudaGetErrorName", 801) == "cudaErrorNotSupported");
+    CHECK(get_text("cudaGetErrorString", 2) == "out of memory");
+    CHECK(get_text("cudaGetErrorString", 35) == "CUDA driver version is insufficient for CUDA runtime version");
+    CHECK(get_text("cudaGetErrorName", 5555) == "unrecognized error code");
+    CHECK(get_text("cudaGetErrorString", -1) == "unrecognized error code");
 }
 
 } // namespace

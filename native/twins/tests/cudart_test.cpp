@@ -1,5 +1,5 @@
-// Tests of the behaviour of a CUDA runtime twin: devices and contexts, memory and copies, streams and events, errors of
-// threads, IPC, and kernels, which are refused.
+// Tests of a software twin of libcudart (the CUDA runtime): devices and contexts, memory and copies, streams and
+// events, errors of threads, IPC, and kernels, which the twin refuses.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -12,7 +12,7 @@
 using namespace gdrkit::twin;
 using namespace gdrkit::twin::cudart;
 using cuda::Handle;
-using cuda::pattern;
+using cuda::make_pattern;
 
 namespace {
 
@@ -32,7 +32,7 @@ private:
     std::atomic<bool> is_open_{false};
 };
 
-int selected_device() {
+int get_selected_device() {
     int device = -1;
     EXPECT_OK("cudaGetDevice", &device);
     return device;
@@ -45,14 +45,14 @@ void test_versions_and_devices() {
     EXPECT_OK("cudaDriverGetVersion", &version);
     CHECK(version == cuda::driver_version);
     EXPECT_OK("cudaGetDeviceCount", &count);
-    CHECK(count == 2 && selected_device() == 0);
+    CHECK(count == 2 && get_selected_device() == 0);
     EXPECT_OK("cudaDeviceGetAttribute", &major, 75, 1);
     CHECK(major == 9);
     EXPECT_OK("cudaDeviceCanAccessPeer", &can_access, 0, 1);
     CHECK(can_access == 1);
     EXPECT_ERROR(invalid_device, "cudaSetDevice", 2);
     EXPECT_ERROR(invalid_device, "cudaSetDevice", -1);
-    CHECK(selected_device() == 0);
+    CHECK(get_selected_device() == 0);
     void* entry = nullptr;
     EXPECT_OK("cudaGetDriverEntryPointByVersion", "cuMemAlloc", &entry, 12000U, u64{0}, static_cast<int*>(nullptr));
     CHECK(entry == dlsym(cuda::driver(), "cuMemAlloc_v2"));
@@ -81,8 +81,8 @@ void test_properties_fill_the_structure() {
         char name[256] = {};
         cuda::Uuid uuid{};
         int bus = 0;
-        cuda::cu("cuDeviceGetName", static_cast<char*>(name), 256, 1);
-        cuda::cu("cuDeviceGetUuid_v2", &uuid, 1);
+        cuda::call_driver("cuDeviceGetName", static_cast<char*>(name), 256, 1);
+        cuda::call_driver("cuDeviceGetUuid_v2", &uuid, 1);
         EXPECT_OK("cudaDeviceGetAttribute", &bus, 33, 1);
         CHECK(std::string_view(properties.name) == name);
         CHECK(std::memcmp(properties.uuid, &uuid, sizeof uuid) == 0);
@@ -97,7 +97,7 @@ void test_properties_fill_the_structure() {
 
 void test_ranges_are_copied() {
     void* const memory = allocate(1000);
-    const auto bytes = pattern(1000, 1);
+    const auto bytes = make_pattern(1000, 1);
     write_memory(memory, bytes);
     CHECK(read_memory(memory, 1000) == bytes);
     std::vector<unsigned char> host(1000);
@@ -120,31 +120,31 @@ void test_ranges_are_copied() {
 }
 
 void test_rows_and_volumes_are_copied() {
-    void* pitched = nullptr;
+    void* pitched_memory = nullptr;
     u64 pitch = 0;
     constexpr u64 width = 30, rows = 4, slices = 3;
-    EXPECT_OK("cudaMallocPitch", &pitched, &pitch, width, rows);
+    EXPECT_OK("cudaMallocPitch", &pitched_memory, &pitch, width, rows);
     CHECK(pitch >= width && pitch % 512 == 0);
-    const auto bytes = pattern(width * rows * slices, 2);
-    std::vector<unsigned char> read(width * rows * slices);
+    const auto bytes = make_pattern(width * rows * slices, 2);
+    std::vector<unsigned char> read_bytes(width * rows * slices);
     for (const char* symbol : {"cudaMemcpy2D", "cudaMemcpy2D_ptds"}) {
-        EXPECT_OK(symbol, pitched, pitch, static_cast<const void*>(bytes.data()), width, width, rows,
+        EXPECT_OK(symbol, pitched_memory, pitch, static_cast<const void*>(bytes.data()), width, width, rows,
                   int{host_to_device});
-        EXPECT_OK(symbol, static_cast<void*>(read.data()), width, static_cast<const void*>(pitched), pitch, width, rows,
-                  int{device_to_host});
-        CHECK(std::equal(bytes.begin(), bytes.begin() + width * rows, read.begin()));
-        std::ranges::fill(read, canary);
+        EXPECT_OK(symbol, static_cast<void*>(read_bytes.data()), width, static_cast<const void*>(pitched_memory), pitch,
+                  width, rows, int{device_to_host});
+        CHECK(std::equal(bytes.begin(), bytes.begin() + width * rows, read_bytes.begin()));
+        std::ranges::fill(read_bytes, canary);
     }
-    EXPECT_ERROR(invalid_pitch_value, "cudaMemcpy2D", pitched, pitch, static_cast<const void*>(bytes.data()), width - 1,
-                 width, rows, int{host_to_device});
-    EXPECT_ERROR(invalid_value, "cudaMemcpy2D", static_cast<void*>(read.data()), width,
-                 static_cast<const void*>(pitched), pitch, width, rows, int{host_to_device});
-    EXPECT_OK("cudaFree", pitched);
+    EXPECT_ERROR(invalid_pitch_value, "cudaMemcpy2D", pitched_memory, pitch, static_cast<const void*>(bytes.data()),
+                 width - 1, width, rows, int{host_to_device});
+    EXPECT_ERROR(invalid_value, "cudaMemcpy2D", static_cast<void*>(read_bytes.data()), width,
+                 static_cast<const void*>(pitched_memory), pitch, width, rows, int{host_to_device});
+    EXPECT_OK("cudaFree", pitched_memory);
     PitchedPointer volume{};
     const Extent extent{width, rows, slices};
     EXPECT_OK("cudaMalloc3D", &volume, extent);
     CHECK(volume.x_size == width && volume.y_size == rows);
-    const PitchedPointer host{read.data(), width, width, rows};
+    const PitchedPointer host{read_bytes.data(), width, width, rows};
     Copy3d copy{};
     copy.from = {const_cast<unsigned char*>(bytes.data()), width, width, rows};
     copy.to = volume;
@@ -155,24 +155,24 @@ void test_rows_and_volumes_are_copied() {
     EXPECT_OK("cudaMemcpy3DAsync", static_cast<const Copy3d*>(&copy), u64{0});
     for (u64 slice = 0; slice < 2; ++slice) {
         const auto from = bytes.begin() + static_cast<long>(((slice + 1) * rows + 1) * width);
-        CHECK(std::equal(from, from + 2 * width, read.begin() + static_cast<long>(slice * rows * width)));
+        CHECK(std::equal(from, from + 2 * width, read_bytes.begin() + static_cast<long>(slice * rows * width)));
     }
     EXPECT_OK("cudaMemset3D", volume, 7, extent);
     copy = {nullptr, {}, volume, nullptr, {}, host, extent, device_to_host};
     EXPECT_OK("cudaMemcpy3D_ptds", static_cast<const Copy3d*>(&copy));
-    CHECK(std::ranges::all_of(read, [](unsigned char byte) { return byte == 7; }));
+    CHECK(std::ranges::all_of(read_bytes, [](unsigned char byte) { return byte == 7; }));
     copy.from_array = &copy;
     EXPECT_ERROR(cuda::invalid_handle, "cudaMemcpy3D", static_cast<const Copy3d*>(&copy));
     EXPECT_OK("cudaFree", volume.pointer);
 }
 
-// A memset of a volume that does not fit changes nothing, and one of host memory is done when the call returns.
+// A memset that does not fit into its volume changes nothing. A memset of host memory is done when the call returns.
 void test_volumes_are_filled() {
     PitchedPointer volume{};
     EXPECT_OK("cudaMalloc3D", &volume, Extent{30, 4, 3});
     const u64 length_bytes = volume.pitch * 4 * 3;
-    const std::vector<unsigned char> before(length_bytes, canary);
-    write_memory(volume.pointer, before);
+    const std::vector<unsigned char> bytes_before(length_bytes, canary);
+    write_memory(volume.pointer, bytes_before);
     for (const char* symbol : {"cudaMemset3D", "cudaMemset3D_ptds"}) {
         for (const Extent extent : {Extent{30, 4, 4}, Extent{30, 2, 4}, Extent{30, 5, 2}, Extent{30, 1, u64{1} << 62},
                                     Extent{30, u64{1} << 63, 4}}) {
@@ -185,12 +185,12 @@ void test_volumes_are_filled() {
         flat = volume;
         flat.pitch = u64{1} << 61;
         EXPECT_ERROR(invalid_value, symbol, flat, 7, Extent{30, 1, 2});
-        CHECK(read_memory(volume.pointer, length_bytes) == before);
+        CHECK(read_memory(volume.pointer, length_bytes) == bytes_before);
     }
     EXPECT_OK("cudaMemset3D", volume, 7, Extent{30, 2, 3});
     const auto bytes = read_memory(volume.pointer, length_bytes);
-    for (u64 at = 0; at < length_bytes; ++at) {
-        CHECK(bytes[at] == (at % volume.pitch < 30 && at / volume.pitch % 4 < 2 ? 7 : canary));
+    for (u64 index = 0; index < length_bytes; ++index) {
+        CHECK(bytes[index] == (index % volume.pitch < 30 && index / volume.pitch % 4 < 2 ? 7 : canary));
     }
     EXPECT_OK("cudaFree", volume.pointer);
     void* host = nullptr;
@@ -202,10 +202,10 @@ void test_volumes_are_filled() {
     EXPECT_OK("cudaFreeHost", host);
 }
 
-// A copy of a volume between devices waits for earlier work of both devices, and later work of both waits for it.
+// A copy of a volume between devices waits for earlier work of both devices, and their later work waits for the copy.
 void test_volumes_are_ordered_between_devices() {
     void* const first = allocate(8);
-    write_memory(first, pattern(8, 6));
+    write_memory(first, make_pattern(8, 6));
     u64 stream = 0;
     EXPECT_OK("cudaSetDevice", 1);
     void* const second = allocate(8);
@@ -226,7 +226,7 @@ void test_volumes_are_ordered_between_devices() {
         EXPECT_OK(symbol, static_cast<const PeerCopy3d*>(&copy));
         opener.join();
         EXPECT_OK("cudaSetDevice", 1);
-        CHECK(read_memory(second, 8) == pattern(8, 6));
+        CHECK(read_memory(second, 8) == make_pattern(8, 6));
     }
     copy.from_device = 2;
     EXPECT_ERROR(invalid_device, "cudaMemcpy3DPeer", static_cast<const PeerCopy3d*>(&copy));
@@ -239,11 +239,11 @@ void test_volumes_are_ordered_between_devices() {
 
 void test_devices_copy_to_each_other() {
     void* const first = allocate(100);
-    write_memory(first, pattern(100, 3));
+    write_memory(first, make_pattern(100, 3));
     EXPECT_OK("cudaSetDevice", 1);
     void* const second = allocate(100);
     EXPECT_OK("cudaMemcpyPeer", second, 1, static_cast<const void*>(first), 0, u64{100});
-    CHECK(read_memory(second, 100) == pattern(100, 3));
+    CHECK(read_memory(second, 100) == make_pattern(100, 3));
     EXPECT_ERROR(invalid_device, "cudaMemcpyPeer", second, 1, static_cast<const void*>(first), 2, u64{100});
     EXPECT_OK("cudaDeviceEnablePeerAccess", 0, 0U);
     EXPECT_ERROR(cuda::peer_access_already_enabled, "cudaDeviceEnablePeerAccess", 0, 0U);
@@ -314,7 +314,7 @@ void test_streams_and_events_order_work() {
     EXPECT_OK("cudaMemcpyAsync", host, static_cast<const void*>(memory), u64{100}, int{device_to_host}, stream);
     EXPECT_OK("cudaEventRecord", event, stream);
     EXPECT_ERROR(cuda::not_ready, "cudaEventQuery", event);
-    // As in the real runtime, the code is an error of the thread too.
+    // Like the real runtime, the twin also stores this code as the last error of the thread.
     EXPECT_ERROR(cuda::not_ready, "cudaGetLastError");
     EXPECT_ERROR(cuda::not_ready, "cudaStreamQuery", stream);
     EXPECT_OK("cudaStreamWaitEvent", u64{0}, event, 0U);
@@ -349,13 +349,13 @@ void test_default_stream_of_a_thread() {
 }
 
 void test_memory_comes_from_pools() {
-    u64 stream = 0, pool = 0, used = 0;
+    u64 stream = 0, pool = 0, used_bytes = 0;
     void* pointer = nullptr;
     EXPECT_OK("cudaStreamCreate", &stream);
     EXPECT_OK("cudaDeviceGetDefaultMemPool", &pool, 0);
     EXPECT_OK("cudaMallocAsync", &pointer, u64{1000}, stream);
-    EXPECT_OK("cudaMemPoolGetAttribute", pool, int{cuda::pool_used_current}, static_cast<void*>(&used));
-    CHECK(used >= 1000);
+    EXPECT_OK("cudaMemPoolGetAttribute", pool, int{cuda::pool_used_current}, static_cast<void*>(&used_bytes));
+    CHECK(used_bytes >= 1000);
     EXPECT_OK("cudaFreeAsync", pointer, stream);
     EXPECT_OK("cudaMallocFromPoolAsync", &pointer, u64{1000}, pool, stream);
     EXPECT_OK("cudaStreamSynchronize", stream);
@@ -371,7 +371,7 @@ void test_errors_belong_to_threads() {
         EXPECT_ERROR(invalid_value, "cudaGetLastError");
     }).join();
     // A call that succeeds does not clear the error.
-    CHECK(selected_device() == 0);
+    CHECK(get_selected_device() == 0);
     EXPECT_ERROR(invalid_device, "cudaPeekAtLastError");
     EXPECT_ERROR(invalid_device, "cudaGetLastError");
     EXPECT_OK("cudaGetLastError");
@@ -379,23 +379,23 @@ void test_errors_belong_to_threads() {
 
 // Compiled programs register their kernels. A launch is refused with one line that names the kernel.
 void test_launch_is_refused() {
-    static const char binary[16] = {}, kernel = 0, other = 0;
-    const auto register_binary = reinterpret_cast<void** (*)(const void*)>(function("__cudaRegisterFatBinary"));
+    static const char binary[16] = {}, kernel = 0, unregistered_kernel = 0;
+    const auto register_binary = reinterpret_cast<void** (*)(const void*)>(find_function("__cudaRegisterFatBinary"));
     void** const handle = register_binary(binary);
     CHECK(handle != nullptr);
     reinterpret_cast<void (*)(void**, const void*, char*, const char*, int, void*, void*, void*, void*, int*)>(
-        function("__cudaRegisterFunction"))(handle, &kernel, nullptr, "_Z3addPfS_i", -1, nullptr, nullptr, nullptr,
-                                            nullptr, nullptr);
-    reinterpret_cast<void (*)(void**)>(function("__cudaRegisterFatBinaryEnd"))(handle);
+        find_function("__cudaRegisterFunction"))(handle, &kernel, nullptr, "_Z3addPfS_i", -1, nullptr, nullptr, nullptr,
+                                                 nullptr, nullptr);
+    reinterpret_cast<void (*)(void**)>(find_function("__cudaRegisterFatBinaryEnd"))(handle);
     const Dimensions grid{1, 2, 3}, block{4, 5, 6};
     Dimensions popped_grid{}, popped_block{};
     u64 shared_bytes = 0, stream = 0;
-    CHECK(rt("__cudaPushCallConfiguration", grid, block, u64{7}, u64{8}) == 0);
+    CHECK(call_runtime("__cudaPushCallConfiguration", grid, block, u64{7}, u64{8}) == 0);
     EXPECT_OK("__cudaPopCallConfiguration", &popped_grid, &popped_block, &shared_bytes, &stream);
     CHECK(popped_grid.z == 3 && popped_block.x == 4 && shared_bytes == 7 && stream == 8);
     EXPECT_ERROR(missing_configuration, "__cudaPopCallConfiguration", &popped_grid, &popped_block, &shared_bytes,
                  &stream);
-    const std::string text = stderr_of([&] {
+    const std::string text = capture_stderr([&] {
         for (const char* symbol : {"cudaLaunchKernel", "cudaLaunchKernel_ptsz", "cudaLaunchCooperativeKernel"}) {
             EXPECT_ERROR(not_supported, symbol, static_cast<const void*>(&kernel), grid, block,
                          static_cast<void**>(nullptr), u64{0}, u64{0});
@@ -404,27 +404,27 @@ void test_launch_is_refused() {
     CHECK(text == "gdrkit: the launch of the kernel add(float*, float*, int) fails with cudaErrorNotSupported: the "
                   "software twin of CUDA runs no kernels\n");
     EXPECT_ERROR(not_supported, "cudaGetLastError");
-    EXPECT_ERROR(invalid_device_function, "cudaLaunchKernel", static_cast<const void*>(&other), grid, block,
-                 static_cast<void**>(nullptr), u64{0}, u64{0});
+    EXPECT_ERROR(invalid_device_function, "cudaLaunchKernel", static_cast<const void*>(&unregistered_kernel), grid,
+                 block, static_cast<void**>(nullptr), u64{0}, u64{0});
     EXPECT_ERROR(invalid_device_function, "cudaGetLastError");
-    reinterpret_cast<void (*)(void**)>(function("__cudaUnregisterFatBinary"))(handle);
+    reinterpret_cast<void (*)(void**)>(find_function("__cudaUnregisterFatBinary"))(handle);
 }
 
-// Memory of a device that was reset is gone, and the next call makes a new context.
+// A reset destroys the memory of the device. The next call creates a new context.
 void test_reset_destroys_the_context() {
     EXPECT_OK("cudaSetDevice", 1);
     void* const memory = allocate(100);
     EXPECT_OK("cudaDeviceReset");
     EXPECT_ERROR(invalid_value, "cudaMemset", memory, 0, u64{100});
     EXPECT_OK("cudaFree", allocate(100));
-    CHECK(selected_device() == 1);
+    CHECK(get_selected_device() == 1);
     EXPECT_OK("cudaSetDevice", 0);
 }
 
-bool is_active(int device) {
+bool is_context_active(int device) {
     unsigned flags = 0;
     int active = 0;
-    CHECK(cuda::cu("cuDevicePrimaryCtxGetState", device, &flags, &active) == 0);
+    CHECK(cuda::call_driver("cuDevicePrimaryCtxGetState", device, &flags, &active) == 0);
     return active != 0;
 }
 
@@ -434,114 +434,115 @@ void test_reset_does_not_block_other_threads() {
     u64 stream = 0;
     EXPECT_OK("cudaStreamCreate", &stream);
     Gate gate("cudaLaunchHostFunc", stream);
-    std::thread resetter([] {
+    std::thread reset_thread([] {
         EXPECT_OK("cudaSetDevice", 1);
         EXPECT_OK("cudaDeviceReset");
     });
-    while (is_active(1)) {
+    while (is_context_active(1)) {
         std::this_thread::yield();
     }
-    std::promise<void> is_done;
-    std::thread user([&] {
+    std::promise<void> done_promise;
+    std::thread other_thread([&] {
         EXPECT_OK("cudaFree", allocate(100));
-        is_done.set_value();
+        done_promise.set_value();
     });
-    CHECK(is_done.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready);
+    CHECK(done_promise.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready);
     gate.open();
-    user.join();
-    resetter.join();
+    other_thread.join();
+    reset_thread.join();
     EXPECT_OK("cudaSetDevice", 0);
 }
 
-// A call for a device that another thread resets waits for the end of the reset. So the reset does not destroy what the
-// call allocates.
+// While one thread resets a device, a call for the device in another thread waits. So the reset does not destroy the
+// memory that the call allocates.
 void test_call_waits_for_a_reset_of_its_device() {
     EXPECT_OK("cudaSetDevice", 1);
     u64 stream = 0;
     EXPECT_OK("cudaStreamCreate", &stream);
     Gate gate("cudaLaunchHostFunc", stream);
-    std::thread resetter([] {
+    std::thread reset_thread([] {
         EXPECT_OK("cudaSetDevice", 1);
         EXPECT_OK("cudaDeviceReset");
     });
-    while (is_active(1)) {
+    while (is_context_active(1)) {
         std::this_thread::yield();
     }
-    std::promise<void*> allocated;
-    std::future<void*> memory = allocated.get_future();
-    std::thread user([&] {
+    std::promise<void*> memory_promise;
+    std::future<void*> memory_future = memory_promise.get_future();
+    std::thread other_thread([&] {
         EXPECT_OK("cudaSetDevice", 1);
-        allocated.set_value(allocate(100));
+        memory_promise.set_value(allocate(100));
     });
-    CHECK(memory.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout);
+    CHECK(memory_future.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout);
     EXPECT_OK("cudaSetDevice", 0); // other devices can be used meanwhile
     EXPECT_OK("cudaFree", allocate(100));
     gate.open();
-    resetter.join();
-    user.join();
-    EXPECT_OK("cudaFree", memory.get());
+    reset_thread.join();
+    other_thread.join();
+    EXPECT_OK("cudaFree", memory_future.get());
 }
 
-// The runtime asks the driver whether a primary context exists, because the program may reset it by the driver.
+// The runtime asks the driver whether a primary context exists, because the program may reset it with the driver API.
 void test_reset_by_the_driver_is_noticed() {
     EXPECT_OK("cudaSetDevice", 1);
-    unsigned flags = 9, expected = 9;
-    CHECK(cuda::cu("cuDevicePrimaryCtxReset_v2", 1) == 0);
-    CHECK(selected_device() == 1);
+    unsigned flags = 9, driver_flags = 9;
+    CHECK(cuda::call_driver("cuDevicePrimaryCtxReset_v2", 1) == 0);
+    CHECK(get_selected_device() == 1);
     EXPECT_OK("cudaFree", allocate(100));
-    CHECK(is_active(1));
+    CHECK(is_context_active(1));
     EXPECT_OK("cudaDeviceReset");
-    CHECK(!is_active(1));
+    CHECK(!is_context_active(1));
     int active = 9;
-    CHECK(cuda::cu("cuDevicePrimaryCtxGetState", 1, &expected, &active) == 0);
+    CHECK(cuda::call_driver("cuDevicePrimaryCtxGetState", 1, &driver_flags, &active) == 0);
     EXPECT_OK("cudaGetDeviceFlags", &flags);
-    CHECK(flags == expected && !is_active(1));
+    CHECK(flags == driver_flags && !is_context_active(1));
     EXPECT_OK("cudaSetDevice", 0);
 }
 
-// A reset in a context that is not a primary one destroys neither that context nor the primary one.
+// If the current context is not the primary context of its device, a reset destroys neither of the two contexts.
 void test_reset_keeps_other_contexts() {
     EXPECT_OK("cudaSetDevice", 1);
-    void* const memory = allocate(100);
+    void* const primary_memory = allocate(100);
     std::thread([] {
         Handle context = 0;
-        CHECK(cuda::cu("cuCtxCreate_v2", &context, 0U, 1) == 0);
-        void* const other = allocate(100);
+        CHECK(cuda::call_driver("cuCtxCreate_v2", &context, 0U, 1) == 0);
+        void* const other_context_memory = allocate(100);
         EXPECT_OK("cudaDeviceReset");
-        EXPECT_OK("cudaFree", other);
-        CHECK(cuda::cu("cuCtxDestroy_v2", context) == 0);
+        EXPECT_OK("cudaFree", other_context_memory);
+        CHECK(cuda::call_driver("cuCtxDestroy_v2", context) == 0);
     }).join();
-    EXPECT_OK("cudaFree", memory);
+    EXPECT_OK("cudaFree", primary_memory);
     EXPECT_OK("cudaSetDevice", 0);
 }
 
-// The runtime uses a context that the program made current by the driver. The selected device belongs to a thread.
+// If the program has made a context current with the driver API, the runtime uses it. Each thread has its own selected
+// device.
 void test_current_context_is_used() {
     std::thread([] {
         Handle context = 0;
-        CHECK(cuda::cu("cuCtxCreate_v2", &context, 0U, 1) == 0);
-        CHECK(selected_device() == 1);
+        CHECK(cuda::call_driver("cuCtxCreate_v2", &context, 0U, 1) == 0);
+        CHECK(get_selected_device() == 1);
         EXPECT_OK("cudaFree", allocate(100));
-        Handle current = 0;
-        CHECK(cuda::cu("cuCtxGetCurrent", &current) == 0 && current == context);
-        CHECK(cuda::cu("cuCtxDestroy_v2", context) == 0);
-        CHECK(selected_device() == 0);
+        Handle current_context = 0;
+        CHECK(cuda::call_driver("cuCtxGetCurrent", &current_context) == 0 && current_context == context);
+        CHECK(cuda::call_driver("cuCtxDestroy_v2", context) == 0);
+        CHECK(get_selected_device() == 0);
     }).join();
-    CHECK(selected_device() == 0);
+    CHECK(get_selected_device() == 0);
 }
 
 void test_forked_child_cannot_use_the_driver() {
-    const int status = cuda::status_of_child([] {
+    const int status = cuda::run_in_child([] {
         void* pointer = nullptr;
-        _exit(rt("cudaMalloc", &pointer, u64{1}) == cuda::not_initialized ? 0 : 1);
+        _exit(call_runtime("cudaMalloc", &pointer, u64{1}) == cuda::not_initialized ? 0 : 1);
     });
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-// Body of the process that owns the memory and the event.
+// The process that owns the memory and the event runs this function.
 int run_owner(int socket) {
     void* const memory = allocate(1000);
-    write_memory(memory, pattern(1000, 4));
+    write_memory(memory, make_pattern(1000, 4));
     cuda::IpcHandle memory_handle{}, event_handle{};
     u64 event = 0;
     EXPECT_OK("cudaEventCreateWithFlags", &event, 6U);
@@ -551,7 +552,7 @@ int run_owner(int socket) {
     cuda::send_value(socket, event_handle);
     cuda::receive_value<char>(socket); // the importer has recorded the event after its copy
     EXPECT_OK("cudaEventSynchronize", event);
-    CHECK(read_memory(memory, 1000) == pattern(1000, 5));
+    CHECK(read_memory(memory, 1000) == make_pattern(1000, 5));
     return 0;
 }
 
@@ -563,9 +564,9 @@ void test_processes_share_memory_and_events() {
     u64 event = 0, stream = 0;
     EXPECT_OK("cudaIpcOpenMemHandle", &memory, memory_handle, 1U);
     EXPECT_OK("cudaIpcOpenEventHandle", &event, event_handle);
-    CHECK(read_memory(memory, 1000) == pattern(1000, 4));
+    CHECK(read_memory(memory, 1000) == make_pattern(1000, 4));
     EXPECT_OK("cudaStreamCreate", &stream);
-    const auto bytes = pattern(1000, 5);
+    const auto bytes = make_pattern(1000, 5);
     EXPECT_OK("cudaMemcpyAsync", memory, static_cast<const void*>(bytes.data()), u64{1000}, int{host_to_device},
               stream);
     EXPECT_OK("cudaEventRecord", event, stream);

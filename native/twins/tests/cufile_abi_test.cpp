@@ -1,4 +1,5 @@
-// Compares the declarations of cufile_abi.hpp with the real cufile.h at compile time, if that header is installed.
+// Test of the software twin of libcufile (GPUDirect Storage): compares the declarations of cufile_abi.hpp with the real
+// cufile.h at compile time, if that header is installed.
 #include <cufile.h>
 
 #include "cufile/cufile_abi.hpp"

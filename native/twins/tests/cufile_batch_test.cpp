@@ -1,4 +1,5 @@
-// Tests of batches: many entries, several threads, stalls, cancellation, and destroying a batch during a transfer.
+// Tests of the software twin of libcufile (GPUDirect Storage): batches with many entries, several threads, stalls,
+// cancellation, and the destruction of a batch during a transfer.
 #include <atomic>
 #include <map>
 #include <thread>
@@ -15,21 +16,21 @@ constexpr std::size_t page_bytes = 4096;
 IoParameters make_entry(const TestFile& test_file, std::size_t index, Opcode opcode = opcode_read) {
     IoParameters entry{};
     entry.mode = mode_batch;
-    entry.batch = {pointer(test_file.memory), static_cast<off_t>(index * page_bytes),
+    entry.batch = {to_pointer(test_file.memory), static_cast<off_t>(index * page_bytes),
                    static_cast<off_t>(index * page_bytes), page_bytes};
     entry.file = test_file.file;
     entry.opcode = opcode;
-    entry.cookie = pointer(index + 1);
+    entry.cookie = to_pointer(index + 1);
     return entry;
 }
 
-BatchHandle set_up(unsigned capacity) {
+BatchHandle create_batch(unsigned capacity) {
     BatchHandle batch = nullptr;
     EXPECT_STATUS(success, "cuFileBatchIOSetUp", &batch, capacity);
     return batch;
 }
 
-int submit(BatchHandle batch, std::vector<IoParameters> entries) {
+int submit_entries(BatchHandle batch, std::vector<IoParameters> entries) {
     return call_control("cuFileBatchIOSubmit", batch, static_cast<unsigned>(entries.size()), entries.data(), 0U);
 }
 
@@ -38,11 +39,11 @@ std::map<u64, IoEvent> wait_for_events(BatchHandle batch, unsigned count) {
     std::map<u64, IoEvent> events_by_cookie;
     while (events_by_cookie.size() < count) {
         IoEvent events[8];
-        unsigned event_count = 8;
-        EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &event_count, static_cast<IoEvent*>(events),
+        unsigned events_count = 8;
+        EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &events_count, static_cast<IoEvent*>(events),
                       static_cast<timespec*>(nullptr));
-        CHECK(event_count >= 1);
-        for (unsigned index = 0; index < event_count; ++index) {
+        CHECK(events_count >= 1);
+        for (unsigned index = 0; index < events_count; ++index) {
             CHECK(events_by_cookie.emplace(reinterpret_cast<u64>(events[index].cookie), events[index]).second);
         }
     }
@@ -51,49 +52,50 @@ std::map<u64, IoEvent> wait_for_events(BatchHandle batch, unsigned count) {
 
 void test_batch_transfers_each_entry_once() {
     const TestFile test_file;
-    const BatchHandle batch = set_up(32);
+    const BatchHandle batch = create_batch(32);
     std::vector<IoParameters> entries;
     for (std::size_t index = 0; index < 32; ++index) {
         entries.push_back(make_entry(test_file, index));
     }
-    CHECK(submit(batch, entries) == success);
+    CHECK(submit_entries(batch, entries) == success);
     // Completed entries use capacity until their status is queried.
-    CHECK(submit(batch, {make_entry(test_file, 0)}) == batch_full);
+    CHECK(submit_entries(batch, {make_entry(test_file, 0)}) == batch_full);
     for (const auto& [cookie, event] : wait_for_events(batch, 32)) {
         CHECK(event.status == io_complete && event.result == page_bytes && cookie >= 1 && cookie <= 32);
     }
     CHECK(cuda::read_device(test_file.memory, 32 * page_bytes) ==
           std::vector(test_file.bytes.begin(), test_file.bytes.begin() + 32 * page_bytes));
-    CHECK(submit(batch, {make_entry(test_file, 0)}) == success);
+    CHECK(submit_entries(batch, {make_entry(test_file, 0)}) == success);
     wait_for_events(batch, 1);
     call<void>("cuFileBatchIODestroy", batch);
 }
 
 void test_invalid_arguments_are_refused() {
     const TestFile test_file;
-    const BatchHandle batch = set_up(4);
+    const BatchHandle batch = create_batch(4);
     IoParameters entry = make_entry(test_file, 0);
-    CHECK(submit(batch, {}) == invalid_value);
+    CHECK(submit_entries(batch, {}) == invalid_value);
     entry.mode = 7;
-    CHECK(submit(batch, {entry}) == invalid_value);
+    CHECK(submit_entries(batch, {entry}) == invalid_value);
     entry = make_entry(test_file, 0);
-    entry.file = pointer(0x10);
-    CHECK(submit(batch, {entry}) == handle_not_registered);
-    CHECK(submit(pointer(0x10), {make_entry(test_file, 0)}) == invalid_value);
-    unsigned event_count = 1;
+    entry.file = to_pointer(0x10);
+    CHECK(submit_entries(batch, {entry}) == handle_not_registered);
+    CHECK(submit_entries(to_pointer(0x10), {make_entry(test_file, 0)}) == invalid_value);
+    unsigned events_count = 1;
     IoEvent event{};
     timespec invalid_timeout{0, 1'000'000'000};
-    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 1U, &event_count, &event, &invalid_timeout);
-    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 2U, &event_count, &event,
+    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 1U, &events_count, &event, &invalid_timeout);
+    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 2U, &events_count, &event,
                   static_cast<timespec*>(nullptr));
     call<void>("cuFileBatchIODestroy", batch);
     // cuFileBatchIODestroy returns no error code. A handle that was never set up must not end the process.
-    call<void>("cuFileBatchIODestroy", pointer(0x10));
+    call<void>("cuFileBatchIODestroy", to_pointer(0x10));
     call<void>("cuFileBatchIODestroy", BatchHandle{});
     EXPECT_STATUS(invalid_value, "cuFileBatchIOCancel", BatchHandle{});
 }
 
-// NIXL uses batches of 128 entries without a change of the configuration.
+// The defaults matter to programs such as NIXL, which uses batches of 128 entries and does not change the
+// configuration.
 void test_defaults_are_those_of_an_h200() {
     struct Expected {
         int parameter;
@@ -117,8 +119,9 @@ void test_defaults_are_those_of_an_h200() {
 void test_failed_entry_does_not_stop_others() {
     const TestFile test_file;
     set_fault_plan("cufile.batch_io call=2 status=5");
-    const BatchHandle batch = set_up(4);
-    CHECK(submit(batch, {make_entry(test_file, 0), make_entry(test_file, 1), make_entry(test_file, 2)}) == success);
+    const BatchHandle batch = create_batch(4);
+    CHECK(submit_entries(batch, {make_entry(test_file, 0), make_entry(test_file, 1), make_entry(test_file, 2)}) ==
+          success);
     auto events = wait_for_events(batch, 3);
     CHECK(events[1].status == io_complete && events[3].status == io_complete);
     CHECK(events[2].status == io_failed && static_cast<ssize_t>(events[2].result) == -EIO);
@@ -128,17 +131,18 @@ void test_failed_entry_does_not_stop_others() {
 void test_stalled_entry_can_be_canceled() {
     const TestFile test_file;
     set_fault_plan("cufile.batch_io call=2 delay_us=10000000");
-    const BatchHandle batch = set_up(4);
-    CHECK(submit(batch, {make_entry(test_file, 0), make_entry(test_file, 1), make_entry(test_file, 2)}) == success);
+    const BatchHandle batch = create_batch(4);
+    CHECK(submit_entries(batch, {make_entry(test_file, 0), make_entry(test_file, 1), make_entry(test_file, 2)}) ==
+          success);
     CHECK(wait_for_events(batch, 1)[1].status == io_complete);
-    unsigned event_count = 4;
+    unsigned events_count = 4;
     IoEvent events[4];
     timespec timeout{0, 1'000'000};
-    EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &event_count, static_cast<IoEvent*>(events), &timeout);
-    CHECK(event_count == 0);
+    EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &events_count, static_cast<IoEvent*>(events), &timeout);
+    CHECK(events_count == 0);
     EXPECT_STATUS(success, "cuFileBatchIOCancel", batch);
-    auto canceled = wait_for_events(batch, 2);
-    CHECK(canceled[2].status == io_canceled && canceled[3].status == io_canceled);
+    auto canceled_events = wait_for_events(batch, 2);
+    CHECK(canceled_events[2].status == io_canceled && canceled_events[3].status == io_canceled);
     call<void>("cuFileBatchIODestroy", batch);
 }
 
@@ -146,10 +150,10 @@ void test_stalled_entry_can_be_canceled() {
 void test_destroy_waits_for_running_transfer() {
     const TestFile test_file;
     set_fault_plan("cufile.route call=1 delay_us=300000");
-    const BatchHandle batch = set_up(4);
-    CHECK(submit(batch, {make_entry(test_file, 3)}) == success);
+    const BatchHandle batch = create_batch(4);
+    CHECK(submit_entries(batch, {make_entry(test_file, 3)}) == success);
     // Wait until the fault plan delays the entry in the middle of its transfer.
-    while (ledger_json().find("cufile.route", ledger_json().find("\"delayed\"")) == std::string::npos) {
+    while (read_ledger().find("cufile.route", read_ledger().find("\"delayed\"")) == std::string::npos) {
         sched_yield();
     }
     call<void>("cuFileBatchIODestroy", batch);
@@ -157,7 +161,7 @@ void test_destroy_waits_for_running_transfer() {
           std::vector(test_file.bytes.begin() + 3 * page_bytes, test_file.bytes.begin() + 4 * page_bytes));
 }
 
-// Every thread creates batches and destroys each while some of its transfers are unfinished.
+// Several threads create batches, and destroy some of them while transfers are unfinished.
 void test_concurrent_batches() {
     const TestFile test_file;
     std::atomic<int> completed_count{0};
@@ -165,8 +169,9 @@ void test_concurrent_batches() {
     for (std::size_t thread = 0; thread < 4; ++thread) {
         threads.emplace_back([&test_file, &completed_count, thread] {
             for (int round = 0; round < 8; ++round) {
-                const BatchHandle batch = set_up(8);
-                CHECK(submit(batch, {make_entry(test_file, thread), make_entry(test_file, thread + 4)}) == success);
+                const BatchHandle batch = create_batch(8);
+                CHECK(submit_entries(batch, {make_entry(test_file, thread), make_entry(test_file, thread + 4)}) ==
+                      success);
                 if (round % 2 == 0) {
                     completed_count += static_cast<int>(wait_for_events(batch, 2).size());
                 }
@@ -178,7 +183,7 @@ void test_concurrent_batches() {
         thread.join();
     }
     CHECK(completed_count == 4 * 4 * 2);
-    CHECK(ledger_json().find("cufile_batch") == std::string::npos);
+    CHECK(read_ledger().find("cufile_batch") == std::string::npos);
 }
 
 } // namespace

@@ -1,4 +1,5 @@
-// Helpers of the cuFile twin's tests: opens the twin by dlopen beside the CUDA twin and calls its functions by name.
+// Helpers for the tests of the software twin of libcufile (GPUDirect Storage). They open the twin with dlopen beside
+// the CUDA twin, and call its functions by name.
 #pragma once
 
 #include <fcntl.h>
@@ -40,8 +41,8 @@ template <typename Result, typename... Arguments> Result call(const char* symbol
     return reinterpret_cast<Result (*)(Arguments...)>(entry)(arguments...);
 }
 
-// Call a function that returns CUfileError_t, and return its CUfileOpError. Arguments must have the types of the
-// interface.
+// Call a function that returns CUfileError_t, and return its CUfileOpError. The arguments must have the types of the
+// API.
 template <typename... Arguments> int call_control(const char* symbol, Arguments... arguments) {
     return call<Error>(symbol, arguments...).error;
 }
@@ -61,7 +62,7 @@ inline void set_fault_plan(const std::string& rules) {
     CHECK(call<int>("gdrkit_twin_faults", ("gdrkit-faults 1\n" + rules + "\n").c_str()) == 0);
 }
 
-inline std::string ledger_json() {
+inline std::string read_ledger() {
     std::vector<char> text(1 << 16);
     CHECK(call<int>("gdrkit_twin_ledger", text.data(), text.size()) > 0);
     return text.data();
@@ -74,25 +75,25 @@ inline int register_file(int fd, FileHandle* handle) {
     return call_control("cuFileHandleRegister", handle, &description);
 }
 
-inline void* pointer(u64 address) {
+inline void* to_pointer(u64 address) {
     return reinterpret_cast<void*>(address);
 }
 
 inline ssize_t read_file(FileHandle file, u64 buffer, std::size_t length_bytes, off_t file_offset = 0,
                          off_t buffer_offset = 0) {
-    return call<ssize_t>("cuFileRead", file, pointer(buffer), length_bytes, file_offset, buffer_offset);
+    return call<ssize_t>("cuFileRead", file, to_pointer(buffer), length_bytes, file_offset, buffer_offset);
 }
 
 inline ssize_t write_file(FileHandle file, u64 buffer, std::size_t length_bytes, off_t file_offset = 0,
                           off_t buffer_offset = 0) {
-    return call<ssize_t>("cuFileWrite", file, static_cast<const void*>(pointer(buffer)), length_bytes, file_offset,
+    return call<ssize_t>("cuFileWrite", file, static_cast<const void*>(to_pointer(buffer)), length_bytes, file_offset,
                          buffer_offset);
 }
 
-// A registered temporary file with known content, and device memory of the same size. It opens the driver.
+// A registered temporary file with known content, and device memory of the same size. The constructor opens the driver.
 struct TestFile {
     static constexpr std::size_t length_bytes = 1 << 18;
-    std::vector<unsigned char> bytes = cuda::pattern(length_bytes, 7);
+    std::vector<unsigned char> bytes = cuda::make_pattern(length_bytes, 7);
     int fd = -1;
     FileHandle file = nullptr;
     u64 memory = 0;
@@ -118,8 +119,8 @@ struct TestFile {
         call<void>("cuFileHandleDeregister", file);
         EXPECT_STATUS(success, "cuFileDriverClose");
         close(fd);
-        CHECK(cuda::cu("cuMemFree_v2", memory) == cuda::success);
-        CHECK(ledger_json().find("\"handles\":{}") != std::string::npos);
+        CHECK(cuda::call_driver("cuMemFree_v2", memory) == cuda::success);
+        CHECK(read_ledger().find("\"handles\":{}") != std::string::npos);
     }
 
     [[nodiscard]] std::vector<unsigned char> device_content() const { return cuda::read_device(memory, length_bytes); }

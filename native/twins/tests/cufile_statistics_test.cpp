@@ -1,4 +1,5 @@
-// Tests of the path that a transfer takes and of the statistics that report it.
+// Tests of the software twin of libcufile (GPUDirect Storage): which path a transfer takes, and the statistics that
+// report it.
 #include "cufile_library.hpp"
 
 using namespace gdrkit::twin;
@@ -60,10 +61,10 @@ void test_level_limits_statistics() {
     EXPECT_STATUS(invalid_value, "cuFileGetStatsL2", static_cast<StatsLevel2*>(nullptr));
     EXPECT_STATUS(invalid_value, "cuFileSetStatsLevel", 4);
     EXPECT_STATUS(success, "cuFileStatsStop");
-    const std::uint64_t before = level2.basic.read_ops.ok;
+    const std::uint64_t reads_before = level2.basic.read_ops.ok;
     CHECK(read_file(test_file.file, test_file.memory, page_bytes) == page_bytes);
     EXPECT_STATUS(success, "cuFileGetStatsL2", &level2);
-    CHECK(level2.basic.read_ops.ok == before);
+    CHECK(level2.basic.read_ops.ok == reads_before);
 }
 
 void test_compat_mode_off_refuses_posix() {
@@ -81,8 +82,8 @@ void test_compat_mode_off_refuses_posix() {
     EXPECT_STATUS(success, "cuFileSetParameterBool", 1, true);
 }
 
-// The batch counters count each transfer of a batch as submitted by aio or by p2p. The counters of a GPU do not
-// count it.
+// The batch counters count each transfer of a batch as submitted by aio or by p2p. The counters of a GPU count no
+// transfers of batches.
 void test_batch_transfers_are_counted_by_submission() {
     const TestFile test_file;
     start_statistics();
@@ -90,7 +91,7 @@ void test_batch_transfers_are_counted_by_submission() {
     std::vector<IoParameters> entries(3);
     for (std::size_t index = 0; index < entries.size(); ++index) {
         entries[index].mode = mode_batch;
-        entries[index].batch = {pointer(test_file.memory), static_cast<off_t>(index * page_bytes),
+        entries[index].batch = {to_pointer(test_file.memory), static_cast<off_t>(index * page_bytes),
                                 static_cast<off_t>(index * page_bytes), page_bytes};
         entries[index].file = test_file.file;
     }
@@ -108,8 +109,8 @@ void test_batch_transfers_are_counted_by_submission() {
 void test_vectored_calls_count_as_batches() {
     const TestFile test_file;
     start_statistics();
-    const IoVector vectors[] = {{pointer(test_file.memory), page_bytes},
-                                {pointer(test_file.memory + page_bytes), page_bytes}};
+    const IoVector vectors[] = {{to_pointer(test_file.memory), page_bytes},
+                                {to_pointer(test_file.memory + page_bytes), page_bytes}};
     CHECK(call<ssize_t>("cuFileReadv", test_file.file, static_cast<const IoVector*>(vectors), std::size_t{2}, off_t{0},
                         0U) == 2 * page_bytes);
     const StatsLevel3 snapshot = read_statistics();

@@ -1,4 +1,4 @@
-// Tests of asynchronous reads and writes in a CUDA stream.
+// Tests of the software twin of libcufile (GPUDirect Storage): asynchronous reads and writes in a CUDA stream.
 #include <future>
 #include <thread>
 
@@ -19,13 +19,13 @@ struct AsyncArguments {
 };
 
 int start_async(const char* symbol, const TestFile& test_file, u64 stream, AsyncArguments* arguments) {
-    return call_control(symbol, test_file.file, pointer(test_file.memory), &arguments->length_bytes,
+    return call_control(symbol, test_file.file, to_pointer(test_file.memory), &arguments->length_bytes,
                         &arguments->file_offset, &arguments->buffer_offset, &arguments->result, stream);
 }
 
-u64 make_stream() {
+u64 create_stream() {
     u64 stream = 0;
-    CHECK(cuda::cu("cuStreamCreate", &stream, 1U) == cuda::success);
+    CHECK(cuda::call_driver("cuStreamCreate", &stream, 1U) == cuda::success);
     return stream;
 }
 
@@ -33,7 +33,7 @@ u64 make_stream() {
 class Gate {
 public:
     explicit Gate(u64 stream) {
-        CHECK(cuda::cu("cuLaunchHostFunc", stream, &Gate::wait, static_cast<void*>(this)) == cuda::success);
+        CHECK(cuda::call_driver("cuLaunchHostFunc", stream, &Gate::wait, static_cast<void*>(this)) == cuda::success);
     }
     void open() { opened_.set_value(); }
 
@@ -42,35 +42,35 @@ private:
     std::promise<void> opened_;
 };
 
-void synchronize(u64 stream) {
-    CHECK(cuda::cu("cuStreamSynchronize", stream) == cuda::success);
+void synchronize_stream(u64 stream) {
+    CHECK(cuda::call_driver("cuStreamSynchronize", stream) == cuda::success);
 }
 
 void test_transfers_run_in_stream_order() {
     const TestFile test_file;
-    const u64 stream = make_stream();
+    const u64 stream = create_stream();
     AsyncArguments read_arguments, write_arguments;
     write_arguments.file_offset = 8 * page_bytes;
     CHECK(start_async("cuFileReadAsync", test_file, stream, &read_arguments) == success);
     CHECK(start_async("cuFileWriteAsync", test_file, stream, &write_arguments) == success);
-    synchronize(stream);
+    synchronize_stream(stream);
     CHECK(read_arguments.result == page_bytes && write_arguments.result == page_bytes);
     const auto file_content = test_file.file_content();
     // The stream first read the data into device memory and then wrote it to the file.
     CHECK(std::vector(file_content.begin() + 8 * page_bytes, file_content.begin() + 9 * page_bytes) ==
           std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page_bytes));
-    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
 void test_unfixed_arguments_are_read_late() {
     const TestFile test_file;
-    const u64 stream = make_stream();
+    const u64 stream = create_stream();
     AsyncArguments arguments;
     Gate first_gate(stream);
     CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
     arguments.file_offset = 4 * page_bytes;
     first_gate.open();
-    synchronize(stream);
+    synchronize_stream(stream);
     CHECK(cuda::read_device(test_file.memory, page_bytes) ==
           std::vector(test_file.bytes.begin() + 4 * page_bytes, test_file.bytes.begin() + 5 * page_bytes));
     // All arguments of calls in this stream are fixed.
@@ -80,44 +80,44 @@ void test_unfixed_arguments_are_read_late() {
     CHECK(start_async("cuFileReadAsync", test_file, stream, &fixed_arguments) == success);
     fixed_arguments.file_offset = 4 * page_bytes;
     second_gate.open();
-    synchronize(stream);
+    synchronize_stream(stream);
     CHECK(cuda::read_device(test_file.memory, page_bytes) ==
           std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page_bytes));
     EXPECT_STATUS(success, "cuFileStreamDeregister", stream);
-    const int status = cuda::status_of_child([stream] { call_control("cuFileStreamDeregister", stream); });
+    const int status = cuda::run_in_child([stream] { call_control("cuFileStreamDeregister", stream); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
-    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
 void test_driver_close_waits_for_stream() {
     const TestFile test_file;
-    const u64 stream = make_stream();
+    const u64 stream = create_stream();
     AsyncArguments arguments;
     Gate gate(stream);
     CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
     EXPECT_STATUS(driver_closing, "cuFileDriverClose");
     gate.open();
-    synchronize(stream);
+    synchronize_stream(stream);
     CHECK(arguments.result == page_bytes);
-    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
 void test_result_is_zero_until_done() {
     const TestFile test_file;
-    const u64 stream = make_stream();
+    const u64 stream = create_stream();
     AsyncArguments arguments;
     Gate gate(stream);
     CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
     CHECK(arguments.result == 0);
     gate.open();
-    synchronize(stream);
+    synchronize_stream(stream);
     CHECK(arguments.result == page_bytes);
-    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
 void test_result_is_enomem_without_context() {
     const TestFile test_file;
-    const u64 stream = make_stream();
+    const u64 stream = create_stream();
     AsyncArguments arguments;
     std::thread([&] {
         EXPECT_STATUS(success, "cuFileStreamRegister", stream, 0U);
@@ -125,129 +125,129 @@ void test_result_is_enomem_without_context() {
         CHECK(arguments.result == -ENOMEM);
         EXPECT_STATUS(success, "cuFileStreamDeregister", stream);
     }).join();
-    synchronize(stream);
+    synchronize_stream(stream);
     CHECK(arguments.result == -ENOMEM);
-    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
 void test_failure_is_in_result() {
     const TestFile test_file;
-    const u64 stream = make_stream();
+    const u64 stream = create_stream();
     AsyncArguments arguments;
     set_fault_plan("cufile.async_io call=1 status=5\ncufile.async_io call=2 status=5010");
     CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
-    synchronize(stream);
+    synchronize_stream(stream);
     CHECK(arguments.result == -EIO);
     CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
-    synchronize(stream);
+    synchronize_stream(stream);
     CHECK(arguments.result == -5010);
     EXPECT_STATUS(invalid_value, "cuFileStreamRegister", stream, stream_flags_mask + 1U);
     EXPECT_STATUS(invalid_value, "cuFileStreamRegister", u64{0x1234567}, 0U);
     EXPECT_STATUS(invalid_value, "cuFileStreamDeregister", u64{0x1234567});
     CHECK(start_async("cuFileReadAsync", test_file, u64{0x1234567}, &arguments) == invalid_value);
-    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
-std::vector<unsigned char> make_page(const std::vector<unsigned char>& bytes, std::size_t page) {
+std::vector<unsigned char> copy_page(const std::vector<unsigned char>& bytes, std::size_t page) {
     const auto begin = bytes.begin() + static_cast<std::ptrdiff_t>(page * page_bytes);
     return {begin, begin + page_bytes};
 }
 
-// Start two transfers of different pages, each in a stream of its own, and end the second before the first. Both use
-// the pages of the file and of the memory that `first` and `second` describe.
-void run_both(const char* symbol, const TestFile& test_file, AsyncArguments* first, AsyncArguments* second) {
-    const u64 first_stream = make_stream(), second_stream = make_stream();
+// Start two transfers, each in its own stream, and let the second end before the first. `first` and `second` describe
+// the pages of the file and of the memory that they use.
+void run_both_transfers(const char* symbol, const TestFile& test_file, AsyncArguments* first, AsyncArguments* second) {
+    const u64 first_stream = create_stream(), second_stream = create_stream();
     Gate gate(first_stream);
     CHECK(start_async(symbol, test_file, first_stream, first) == success);
     CHECK(start_async(symbol, test_file, second_stream, second) == success);
-    synchronize(second_stream);
+    synchronize_stream(second_stream);
     gate.open();
-    synchronize(first_stream);
+    synchronize_stream(first_stream);
     CHECK(first->result == page_bytes && second->result == page_bytes);
-    CHECK(cuda::cu("cuStreamDestroy_v2", first_stream) == cuda::success);
-    CHECK(cuda::cu("cuStreamDestroy_v2", second_stream) == cuda::success);
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", first_stream) == cuda::success);
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", second_stream) == cuda::success);
 }
 
 void test_streams_mix_up_the_bytes_of_one_registration() {
     const TestFile test_file;
-    EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(pointer(test_file.memory)),
+    EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(to_pointer(test_file.memory)),
                   TestFile::length_bytes, 0);
     AsyncArguments first{page_bytes, 4 * page_bytes, 0}, second{page_bytes, 5 * page_bytes, page_bytes};
-    run_both("cuFileReadAsync", test_file, &first, &second);
-    CHECK(make_page(test_file.device_content(), 0) == make_page(test_file.bytes, 4));
-    CHECK(make_page(test_file.device_content(), 1) == make_page(test_file.bytes, 4));
-    // One after the other, both are right.
-    const u64 stream = make_stream();
+    run_both_transfers("cuFileReadAsync", test_file, &first, &second);
+    CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.bytes, 4));
+    CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.bytes, 4));
+    // If one transfer runs after the other, the bytes of both are right.
+    const u64 stream = create_stream();
     for (AsyncArguments* arguments : {&first, &second}) {
         CHECK(start_async("cuFileReadAsync", test_file, stream, arguments) == success);
     }
-    synchronize(stream);
-    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
-    CHECK(make_page(test_file.device_content(), 0) == make_page(test_file.bytes, 4));
-    CHECK(make_page(test_file.device_content(), 1) == make_page(test_file.bytes, 5));
+    synchronize_stream(stream);
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
+    CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.bytes, 4));
+    CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.bytes, 5));
     AsyncArguments first_write{page_bytes, 8 * page_bytes, 0}, second_write{page_bytes, 9 * page_bytes, page_bytes};
-    run_both("cuFileWriteAsync", test_file, &first_write, &second_write);
-    CHECK(make_page(test_file.file_content(), 8) == make_page(test_file.bytes, 4));
-    CHECK(make_page(test_file.file_content(), 9) == make_page(test_file.bytes, 4));
-    EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(pointer(test_file.memory)));
+    run_both_transfers("cuFileWriteAsync", test_file, &first_write, &second_write);
+    CHECK(copy_page(test_file.file_content(), 8) == copy_page(test_file.bytes, 4));
+    CHECK(copy_page(test_file.file_content(), 9) == copy_page(test_file.bytes, 4));
+    EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(to_pointer(test_file.memory)));
 }
 
 void test_streams_with_a_direct_path_keep_their_bytes() {
     const TestFile test_file;
-    EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(pointer(test_file.memory)),
+    EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(to_pointer(test_file.memory)),
                   TestFile::length_bytes, 0);
     set_fault_plan("cufile.route call=* route=p2p");
     AsyncArguments first{page_bytes, 4 * page_bytes, 0}, second{page_bytes, 5 * page_bytes, page_bytes};
-    run_both("cuFileReadAsync", test_file, &first, &second);
-    CHECK(make_page(test_file.device_content(), 0) == make_page(test_file.bytes, 4));
-    CHECK(make_page(test_file.device_content(), 1) == make_page(test_file.bytes, 5));
-    EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(pointer(test_file.memory)));
+    run_both_transfers("cuFileReadAsync", test_file, &first, &second);
+    CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.bytes, 4));
+    CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.bytes, 5));
+    EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(to_pointer(test_file.memory)));
 }
 
 void test_offset_in_unregistered_memory_is_eio() {
     const TestFile test_file;
-    const u64 stream = make_stream();
+    const u64 stream = create_stream();
     for (const char* symbol : {"cuFileReadAsync", "cuFileWriteAsync"}) {
         AsyncArguments arguments{page_bytes, 0, page_bytes};
         CHECK(start_async(symbol, test_file, stream, &arguments) == success);
-        synchronize(stream);
+        synchronize_stream(stream);
         CHECK(arguments.result == -EIO);
-        // With a direct path it works.
+        // With a direct path, the transfer works.
         set_fault_plan("cufile.route call=* route=nvfs");
         CHECK(start_async(symbol, test_file, stream, &arguments) == success);
-        synchronize(stream);
+        synchronize_stream(stream);
         CHECK(arguments.result == page_bytes);
         set_fault_plan("");
     }
-    // A pointer to the part itself, without an offset, works also in compat mode.
+    // Without an offset, a pointer into the middle of the memory works even in compat mode.
     AsyncArguments arguments;
-    CHECK(call_control("cuFileReadAsync", test_file.file, pointer(test_file.memory + 2 * page_bytes),
+    CHECK(call_control("cuFileReadAsync", test_file.file, to_pointer(test_file.memory + 2 * page_bytes),
                        &arguments.length_bytes, &arguments.file_offset, &arguments.buffer_offset, &arguments.result,
                        stream) == success);
-    synchronize(stream);
+    synchronize_stream(stream);
     CHECK(arguments.result == page_bytes);
-    CHECK(make_page(test_file.device_content(), 2) == make_page(test_file.bytes, 0));
-    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+    CHECK(copy_page(test_file.device_content(), 2) == copy_page(test_file.bytes, 0));
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
 // Query the properties of the driver while a read of `test_file` waits in a stream. Return the result of the read.
 ssize_t read_during_properties(const TestFile& test_file) {
-    const u64 stream = make_stream();
+    const u64 stream = create_stream();
     Gate gate(stream);
     AsyncArguments arguments;
     CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
     DriverProperties properties;
     EXPECT_STATUS(success, "cuFileDriverGetProperties", &properties);
     gate.open();
-    synchronize(stream);
-    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+    synchronize_stream(stream);
+    CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
     return arguments.result;
 }
 
 void test_properties_end_transfers_in_progress() {
     const TestFile test_file;
     CHECK(read_during_properties(test_file) == -EIO);
-    // It was observed in compat mode only.
+    // Real cuFile ends the transfers only in compat mode. With a direct path, they continue.
     set_fault_plan("cufile.route call=* route=p2p");
     CHECK(read_during_properties(test_file) == page_bytes);
     set_fault_plan("");

@@ -1,6 +1,6 @@
-// Tests of the functions that the cuFile twin exports, and of opening and closing its driver. The exports match the
-// contract. Unsupported functions and calls before cuFileDriverOpen fail as documented. The last close closes the
-// driver, and parameters take effect at the open. Injected failures happen once.
+// Tests of the functions that the software twin of libcufile (GPUDirect Storage) exports, and of opening and closing
+// its driver. The exports match the contract. Unsupported functions and calls before cuFileDriverOpen fail as
+// documented. The last close closes the driver, and parameters take effect at the open. Injected failures happen once.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -27,7 +27,7 @@ void test_exports_match_contract() {
         CHECK(contract_symbols.insert(symbol).second);
         conventions[symbol] = convention;
     }
-    CHECK(contract_symbols == exported_symbols(GDRKIT_CUFILE_TWIN));
+    CHECK(contract_symbols == read_exported_symbols(GDRKIT_CUFILE_TWIN));
     for (const auto& [symbol, convention] : functions) {
         CHECK(conventions[symbol] == convention);
         conventions.erase(symbol);
@@ -93,7 +93,7 @@ void test_driver_closes_with_last_use() {
 // Parameter 9 is the maximum number of entries of a batch.
 void test_parameters_apply_at_open() {
     EXPECT_STATUS(success, "cuFileSetParameterSizeT", 9, std::size_t{16});
-    // The limit of the time-out of a batch is 1000 ms, but only the query of limits says so.
+    // The time-out of a batch is limited to 1000 ms. Only the query of limits reports this: a larger value is accepted.
     EXPECT_STATUS(success, "cuFileSetParameterSizeT", 11, std::size_t{5000});
     EXPECT_STATUS(success, "cuFileDriverOpen");
     DriverProperties properties{};

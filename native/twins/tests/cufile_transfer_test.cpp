@@ -1,4 +1,5 @@
-// Tests of reads and writes between files and memory, and of all refused arguments.
+// Tests of the software twin of libcufile (GPUDirect Storage): reads and writes between files and memory, and all
+// arguments that it refuses.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -23,7 +24,7 @@ void test_data_is_read_and_written() {
     CHECK(read_file(test_file.file, test_file.memory, 1001, 77, 13) == 1001);
     CHECK(cuda::read_device(test_file.memory + 13, 1001) ==
           std::vector(test_file.bytes.begin() + 77, test_file.bytes.begin() + 77 + 1001));
-    const auto new_data = cuda::pattern(3 * page_bytes, 99);
+    const auto new_data = cuda::make_pattern(3 * page_bytes, 99);
     cuda::write_device(test_file.memory, new_data);
     CHECK(write_file(test_file.file, test_file.memory, new_data.size(), page_bytes) ==
           static_cast<ssize_t>(new_data.size()));
@@ -42,16 +43,17 @@ void test_short_read_at_end_of_file() {
 
 void test_vectors_are_filled_in_order() {
     const TestFile test_file;
-    const IoVector vectors[] = {{pointer(test_file.memory + 8 * page_bytes), page_bytes},
-                                {pointer(test_file.memory), 2 * page_bytes}};
-    const IoVector* const first = vectors;
-    CHECK(call<ssize_t>("cuFileReadv", test_file.file, first, std::size_t{2}, off_t{page_bytes}, 0U) == 3 * page_bytes);
+    const IoVector vectors[] = {{to_pointer(test_file.memory + 8 * page_bytes), page_bytes},
+                                {to_pointer(test_file.memory), 2 * page_bytes}};
+    const IoVector* const first_vector = vectors;
+    CHECK(call<ssize_t>("cuFileReadv", test_file.file, first_vector, std::size_t{2}, off_t{page_bytes}, 0U) ==
+          3 * page_bytes);
     CHECK(cuda::read_device(test_file.memory + 8 * page_bytes, page_bytes) ==
           std::vector(test_file.bytes.begin() + page_bytes, test_file.bytes.begin() + 2 * page_bytes));
     CHECK(cuda::read_device(test_file.memory, 2 * page_bytes) ==
           std::vector(test_file.bytes.begin() + 2 * page_bytes, test_file.bytes.begin() + 4 * page_bytes));
-    CHECK(call<ssize_t>("cuFileReadv", test_file.file, first, std::size_t{0}, off_t{0}, 0U) == -invalid_value);
-    CHECK(call<ssize_t>("cuFileReadv", test_file.file, first, std::size_t{2}, off_t{0}, 1U) == -invalid_value);
+    CHECK(call<ssize_t>("cuFileReadv", test_file.file, first_vector, std::size_t{0}, off_t{0}, 0U) == -invalid_value);
+    CHECK(call<ssize_t>("cuFileReadv", test_file.file, first_vector, std::size_t{2}, off_t{0}, 1U) == -invalid_value);
 }
 
 void test_data_is_read_into_host_memory() {
@@ -69,17 +71,17 @@ void test_invalid_arguments_are_refused() {
     CHECK(read_file(test_file.file, test_file.memory, page_bytes, 0, -1) == -invalid_value);
     CHECK(read_file(test_file.file, test_file.memory, SIZE_MAX) == -invalid_value);
     CHECK(read_file(test_file.file, test_file.memory, page_bytes, INT64_MAX) == -invalid_value);
-    CHECK(read_file(pointer(test_file.memory), test_file.memory, page_bytes) == -handle_not_registered);
+    CHECK(read_file(to_pointer(test_file.memory), test_file.memory, page_bytes) == -handle_not_registered);
     CHECK(read_file(test_file.file, test_file.memory, TestFile::length_bytes + page_bytes) ==
           -cuda_pointer_range_error);
-    const u64 freed = cuda::allocate(page_bytes);
-    CHECK(cuda::cu("cuMemFree_v2", freed) == cuda::success);
-    CHECK(read_file(test_file.file, freed, page_bytes) < 0);
+    const u64 freed_memory = cuda::allocate(page_bytes);
+    CHECK(cuda::call_driver("cuMemFree_v2", freed_memory) == cuda::success);
+    CHECK(read_file(test_file.file, freed_memory, page_bytes) < 0);
 }
 
 void test_transfer_beyond_registered_buffer_is_refused() {
     const TestFile test_file;
-    const auto* const base = static_cast<const void*>(pointer(test_file.memory));
+    const auto* const base = static_cast<const void*>(to_pointer(test_file.memory));
     EXPECT_STATUS(invalid_value, "cuFileBufRegister", base, std::size_t{0}, 0);
     EXPECT_STATUS(invalid_value, "cuFileBufRegister", base, std::size_t{page_bytes}, 8);
     // Registration and deregistration fail in a thread without a current context.
@@ -89,22 +91,23 @@ void test_transfer_beyond_registered_buffer_is_refused() {
     EXPECT_STATUS(success, "cuFileBufRegister", base, std::size_t{2 * page_bytes}, 0);
     std::thread([base] { EXPECT_STATUS(cuda_driver_error, "cuFileBufDeregister", base); }).join();
     EXPECT_STATUS(memory_not_registered, "cuFileBufDeregister",
-                  static_cast<const void*>(pointer(test_file.memory + page_bytes)));
+                  static_cast<const void*>(to_pointer(test_file.memory + page_bytes)));
     EXPECT_STATUS(memory_already_registered, "cuFileBufRegister", base, std::size_t{page_bytes}, 0);
     CHECK(read_file(test_file.file, test_file.memory, 2 * page_bytes) == 2 * page_bytes);
     CHECK(read_file(test_file.file, test_file.memory, page_bytes, 0, page_bytes + 1) == -invalid_mapping_range);
     EXPECT_STATUS(success, "cuFileBufDeregister", base);
-    const int status = cuda::status_of_child([base] { call_control("cuFileBufDeregister", base); });
+    const int status = cuda::run_in_child([base] { call_control("cuFileBufDeregister", base); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
 
 void test_freed_buffer_is_refused() {
     const TestFile test_file;
     const u64 memory = cuda::allocate(page_bytes);
-    EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(pointer(memory)), std::size_t{page_bytes}, 0);
-    CHECK(cuda::cu("cuMemFree_v2", memory) == cuda::success);
+    EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(to_pointer(memory)), std::size_t{page_bytes},
+                  0);
+    CHECK(cuda::call_driver("cuMemFree_v2", memory) == cuda::success);
     CHECK(read_file(test_file.file, memory, page_bytes) < 0);
-    EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(pointer(memory)));
+    EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(to_pointer(memory)));
 }
 
 void test_reused_descriptor_is_refused() {
@@ -139,7 +142,7 @@ void test_only_files_on_disks_are_registered() {
 
 void test_deregister_of_invalid_handle_aborts() {
     const TestFile test_file;
-    const int status = cuda::status_of_child([] { call<void>("cuFileHandleDeregister", pointer(0x1234)); });
+    const int status = cuda::run_in_child([] { call<void>("cuFileHandleDeregister", to_pointer(0x1234)); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
 

@@ -1,5 +1,5 @@
-// Tests of the statistics for programs that were built for cuFile 1.15, whose structures are shorter. The header
-// of 1.15 has no vectored calls and no counters of them.
+// Tests of the software twin of libcufile (GPUDirect Storage) with programs that were built for cuFile 1.15, whose
+// statistics structures are shorter. The header of 1.15 has no vectored calls and no counters for them.
 #include <algorithm>
 #include <cstring>
 
@@ -11,22 +11,22 @@ using namespace gdrkit::twin::cufile;
 namespace {
 
 constexpr std::size_t page_bytes = 4096;
-constexpr unsigned char untouched = 0xee;
+constexpr unsigned char untouched_byte = 0xee;
 // Sizes and offsets in cufile.h of 1.15.
 constexpr std::size_t level1_bytes = 512, level2_bytes = 1024, level3_bytes = 5000;
 constexpr std::size_t read_sizes_offset = 512, gpu_count_offset = 1024, gpus_offset = 1032;
 
 // Call a function that returns statistics. It must write exactly the bytes of the structure.
-std::vector<unsigned char> query(const char* symbol, std::size_t size_bytes) {
-    std::vector<unsigned char> bytes(level3_bytes + page_bytes, untouched);
+std::vector<unsigned char> query_statistics(const char* symbol, std::size_t size_bytes) {
+    std::vector<unsigned char> bytes(level3_bytes + page_bytes, untouched_byte);
     EXPECT_STATUS(success, symbol, static_cast<void*>(bytes.data()));
-    CHECK(bytes[size_bytes - 1] != untouched);
+    CHECK(bytes[size_bytes - 1] != untouched_byte);
     CHECK(std::all_of(bytes.begin() + static_cast<std::ptrdiff_t>(size_bytes), bytes.end(),
-                      [](unsigned char byte) { return byte == untouched; }));
+                      [](unsigned char byte) { return byte == untouched_byte; }));
     return bytes;
 }
 
-template <typename Value> Value value_at(const std::vector<unsigned char>& bytes, std::size_t offset) {
+template <typename Value> Value read_value(const std::vector<unsigned char>& bytes, std::size_t offset) {
     Value value{};
     std::memcpy(&value, bytes.data() + offset, sizeof value);
     return value;
@@ -37,20 +37,21 @@ void test_statistics_have_the_layout_of_the_version() {
     EXPECT_STATUS(success, "cuFileSetStatsLevel", 3);
     EXPECT_STATUS(success, "cuFileStatsStart");
     CHECK(read_file(test_file.file, test_file.memory, 4 * page_bytes) == 4 * page_bytes);
-    const auto level1 = query("cuFileGetStatsL1", level1_bytes), level2 = query("cuFileGetStatsL2", level2_bytes),
-               level3 = query("cuFileGetStatsL3", level3_bytes);
+    const auto level1 = query_statistics("cuFileGetStatsL1", level1_bytes),
+               level2 = query_statistics("cuFileGetStatsL2", level2_bytes),
+               level3 = query_statistics("cuFileGetStatsL3", level3_bytes);
     for (const auto& level : {level1, level2, level3}) {
-        CHECK(value_at<u64>(level, offsetof(StatsLevel1, read_ops)) == 1);
+        CHECK(read_value<u64>(level, offsetof(StatsLevel1, read_ops)) == 1);
     }
     // The sixth counter of a histogram counts the reads of 16 to 31 KiB.
-    CHECK(value_at<u64>(level2, read_sizes_offset + 5 * sizeof(u64)) == 1);
-    CHECK(value_at<std::uint32_t>(level3, gpu_count_offset) == 2);
-    CHECK(value_at<GpuStats>(level3, gpus_offset).posix_reads == 1);
+    CHECK(read_value<u64>(level2, read_sizes_offset + 5 * sizeof(u64)) == 1);
+    CHECK(read_value<std::uint32_t>(level3, gpu_count_offset) == 2);
+    CHECK(read_value<GpuStats>(level3, gpus_offset).posix_reads == 1);
 }
 
 void test_functions_of_later_versions_fail() {
     const TestFile test_file;
-    const IoVector vector{pointer(test_file.memory), page_bytes};
+    const IoVector vector{to_pointer(test_file.memory), page_bytes};
     for (const char* const symbol : {"cuFileReadv", "cuFileWritev"}) {
         CHECK(call<ssize_t>(symbol, test_file.file, &vector, std::size_t{1}, off_t{0}, 0U) == -platform_not_supported);
     }

@@ -1,4 +1,5 @@
-// Tests of command submissions: delays, order, both kinds of command buffers, and a copy to an unmapped address.
+// Tests of the software twin of libhl-thunk (the library of Intel Gaudi accelerators): command submissions with delays,
+// their order, both types of command buffers, and a copy to an unmapped address.
 #include <sys/mman.h>
 
 #include "hlthunk_library.hpp"
@@ -20,7 +21,7 @@ void test_copies_from_user_command_buffer(int fd) {
     auto* const staging = static_cast<StagingBuffer*>(
         mmap(nullptr, sizeof(StagingBuffer), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     const u64 host_address = map_host(fd, staging, sizeof(StagingBuffer));
-    const u64 handle = allocate(fd, page_bytes), device = map(fd, handle);
+    const u64 handle = allocate(fd, page_bytes), device = map_memory(fd, handle);
     const u64 bytes_address = host_address + offsetof(StagingBuffer, bytes);
     std::memset(staging->bytes, 7, 100);
     std::uint32_t status = 9;
@@ -29,40 +30,42 @@ void test_copies_from_user_command_buffer(int fd) {
     staging->packet = {100, linear_dma_header, device + 50, bytes_address + page_bytes};
     const u64 second_sequence = submit_mapped(fd, &staging->packet, host_address, 4);
     CHECK(second_sequence == first_sequence + 1);
-    CHECK(wait(fd, second_sequence, &status) == 0 && status == wait_completed);
-    CHECK(wait(fd, first_sequence, &status, 0) == 0 && status == wait_completed);
+    CHECK(wait_for_submission(fd, second_sequence, &status) == 0 && status == wait_completed);
+    CHECK(wait_for_submission(fd, first_sequence, &status, 0) == 0 && status == wait_completed);
     CHECK(staging->bytes[page_bytes] == 7 && staging->bytes[page_bytes + 99] == 7 &&
           staging->bytes[page_bytes + 100] == 0);
-    CHECK(wait(fd, second_sequence + 1, &status) == -EINVAL && wait(fd, 0, &status) == -EINVAL);
-    CHECK(wait(fd, first_sequence, nullptr) == -EINVAL);
+    CHECK(wait_for_submission(fd, second_sequence + 1, &status) == -EINVAL &&
+          wait_for_submission(fd, 0, &status) == -EINVAL);
+    CHECK(wait_for_submission(fd, first_sequence, nullptr) == -EINVAL);
 
     Chunk chunk{host_address, 0, sizeof(LinearDma), 0, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL); // not flagged as a buffer of the program
+    CHECK(call_library("hlthunk_command_submission", fd, &in, &out) ==
+          -EINVAL); // not flagged as a buffer of the program
     chunk.cs_chunk_flags = chunk_user_buffer;
     chunk.queue_index = 100;
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EOPNOTSUPP);
+    CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EOPNOTSUPP);
     chunk.queue_index = 0;
     chunk.cb_handle = 12345;
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
+    CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
     in.num_chunks_execute = 0;
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
+    CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
 
     // A copy to a device address that is not mapped aborts the submission, and the driver resets the device.
     staging->packet = {8, linear_dma_header, bytes_address, device + (u64{1} << 40)};
     const u64 aborted_sequence = submit_mapped(fd, &staging->packet, host_address);
-    CHECK(wait(fd, aborted_sequence, &status) == -EIO && status == wait_aborted);
-    CHECK(allocate(fd, page_bytes) == 0 && errno == EBUSY && unmap(fd, device) == -EBUSY &&
-          release(fd, handle) == -EBUSY);
+    CHECK(wait_for_submission(fd, aborted_sequence, &status) == -EIO && status == wait_aborted);
+    CHECK(allocate(fd, page_bytes) == 0 && errno == EBUSY && unmap_memory(fd, device) == -EBUSY &&
+          free_memory(fd, handle) == -EBUSY);
     CHECK(export_mapped(fd, device, page_bytes) == -EBUSY);
-    CHECK(hl("hlthunk_get_device_status_info", fd) == device_malfunction);
+    CHECK(call_library("hlthunk_get_device_status_info", fd) == device_malfunction);
     munmap(staging, sizeof(StagingBuffer));
 }
 
 void test_copies_from_driver_command_buffer(int fd) {
     u64 handle = 0;
-    CHECK(hl("hlthunk_request_command_buffer", fd, 4096U, &handle) == 0);
+    CHECK(call_library("hlthunk_request_command_buffer", fd, 4096U, &handle) == 0);
     auto* const packet = static_cast<LinearDma*>(
         mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(handle)));
     CHECK(packet != MAP_FAILED);
@@ -70,43 +73,46 @@ void test_copies_from_driver_command_buffer(int fd) {
         static_cast<char*>(mmap(nullptr, 2 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     const u64 host = map_host(fd, bytes, 2 * page_bytes);
     HardwareInfo info{};
-    CHECK(hl("hlthunk_get_hw_ip_info", fd, &info) == 0);
+    CHECK(call_library("hlthunk_get_hw_ip_info", fd, &info) == 0);
     std::memset(bytes, 5, 100);
     Chunk chunk{handle, 0, sizeof(LinearDma), 0, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
     *packet = {100, linear_dma_header, host, info.dram_base_address};
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL); // two bits of the control word must be set
+    CHECK(call_library("hlthunk_command_submission", fd, &in, &out) ==
+          -EINVAL); // two bits of the control word must be set
     constexpr std::uint32_t control = linear_dma_header | ctl_gaudi1_linear | ctl_gaudi1_reg_barrier;
     std::uint32_t status = 9;
     *packet = {100, control, host, info.dram_base_address};
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == 0 && wait(fd, out.seq, &status) == 0);
+    CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == 0 &&
+          wait_for_submission(fd, out.seq, &status) == 0);
     *packet = {100, control, info.dram_base_address, host + page_bytes};
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == 0 && wait(fd, out.seq, &status) == 0);
+    CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == 0 &&
+          wait_for_submission(fd, out.seq, &status) == 0);
     CHECK(status == wait_completed && bytes[page_bytes] == 5 && bytes[page_bytes + 99] == 5 &&
           bytes[page_bytes + 100] == 0);
     chunk.cb_handle = handle + page_bytes;
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
+    CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
     munmap(packet, page_bytes);
-    CHECK(hl("hlthunk_destroy_command_buffer", fd, handle) == 0 &&
-          hl("hlthunk_destroy_command_buffer", fd, handle) == -EINVAL);
-    CHECK(unmap(fd, host) == 0);
+    CHECK(call_library("hlthunk_destroy_command_buffer", fd, handle) == 0 &&
+          call_library("hlthunk_destroy_command_buffer", fd, handle) == -EINVAL);
+    CHECK(unmap_memory(fd, host) == 0);
     munmap(bytes, 2 * page_bytes);
 }
 
 } // namespace
 
 int main() {
-    const int fd = open_first();
-    if (hl("hlthunk_get_device_name_from_fd", fd) == gaudi1) {
+    const int fd = open_first_device();
+    if (call_library("hlthunk_get_device_name_from_fd", fd) == gaudi1) {
         test_copies_from_driver_command_buffer(fd);
     } else {
         test_copies_from_user_command_buffer(fd);
     }
-    CHECK(hl("hlthunk_close", fd) == 0);
+    CHECK(call_library("hlthunk_close", fd) == 0);
     // A failed device can be opened again after its program has closed it.
-    const int reopened_fd = open_first();
-    CHECK(hl("hlthunk_get_device_status_info", reopened_fd) == device_operational &&
-          hl("hlthunk_close", reopened_fd) == 0);
-    CHECK(ledger_json().find("\"handles\":{}") != std::string::npos);
+    const int reopened_fd = open_first_device();
+    CHECK(call_library("hlthunk_get_device_status_info", reopened_fd) == device_operational &&
+          call_library("hlthunk_close", reopened_fd) == 0);
+    CHECK(read_ledger().find("\"handles\":{}") != std::string::npos);
 }

@@ -1,4 +1,5 @@
-// Helpers of the hl-thunk twin's tests: opens the twin by dlopen and calls its functions by name.
+// Helpers for the tests of the software twin of libhl-thunk (the library of Intel Gaudi accelerators). They open the
+// twin with dlopen and call its functions by name.
 #pragma once
 
 #include <dlfcn.h>
@@ -33,54 +34,55 @@ inline void* library() {
 }
 
 // Call a function by name. Arguments must have the types of the interface.
-template <typename Result = int, typename... Arguments> Result hl(const char* symbol, Arguments... arguments) {
+template <typename Result = int, typename... Arguments>
+Result call_library(const char* symbol, Arguments... arguments) {
     void* const entry = dlsym(library(), symbol);
     CHECK(entry != nullptr);
     return reinterpret_cast<Result (*)(Arguments...)>(entry)(arguments...);
 }
 
-inline int open_first() {
-    const int fd = hl("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(nullptr));
+inline int open_first_device() {
+    const int fd = call_library("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(nullptr));
     CHECK(fd >= 0);
     return fd;
 }
 inline u64 allocate(int fd, u64 size_bytes, u64 page_size = 0) {
-    return hl<u64>("hlthunk_device_memory_alloc", fd, size_bytes, page_size, true, false);
+    return call_library<u64>("hlthunk_device_memory_alloc", fd, size_bytes, page_size, true, false);
 }
-inline u64 map(int fd, u64 handle, u64 hint = 0) {
-    return hl<u64>("hlthunk_device_memory_map", fd, handle, hint);
+inline u64 map_memory(int fd, u64 handle, u64 hint = 0) {
+    return call_library<u64>("hlthunk_device_memory_map", fd, handle, hint);
 }
-inline int unmap(int fd, u64 address) {
-    return hl("hlthunk_memory_unmap", fd, address);
+inline int unmap_memory(int fd, u64 address) {
+    return call_library("hlthunk_memory_unmap", fd, address);
 }
-inline int release(int fd, u64 handle) {
-    return hl("hlthunk_device_memory_free", fd, handle);
+inline int free_memory(int fd, u64 handle) {
+    return call_library("hlthunk_device_memory_free", fd, handle);
 }
 inline int export_mapped(int fd, u64 address, u64 size_bytes, u64 offset = 0, std::uint32_t flags = export_flags) {
-    return hl("hlthunk_device_mapped_memory_export_dmabuf_fd", fd, address, size_bytes, offset, flags);
+    return call_library("hlthunk_device_mapped_memory_export_dmabuf_fd", fd, address, size_bytes, offset, flags);
 }
 inline int export_physical(int fd, u64 address, u64 size_bytes) {
-    return hl("hlthunk_device_memory_export_dmabuf_fd", fd, address, size_bytes, export_flags);
+    return call_library("hlthunk_device_memory_export_dmabuf_fd", fd, address, size_bytes, export_flags);
 }
 inline u64 map_host(int fd, void* memory, u64 size_bytes) {
-    return hl<u64>("hlthunk_host_memory_map", fd, memory, u64{0}, size_bytes);
+    return call_library<u64>("hlthunk_host_memory_map", fd, memory, u64{0}, size_bytes);
 }
 
-// Submit one packet, as on Gaudi2 and later: the packet is in host memory that is mapped for the device.
+// Submit one packet with the method of Gaudi2 and later: the packet is in host memory that is mapped for the device.
 inline u64 submit_mapped(int fd, LinearDma* packet, u64 packet_address, unsigned queue = 0) {
     Chunk chunk{packet_address, queue, sizeof *packet, chunk_user_buffer, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == 0);
+    CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == 0);
     return out.seq;
 }
-inline int wait(int fd, u64 sequence, std::uint32_t* status, u64 timeout_us = 30'000'000) {
-    return hl("hlthunk_wait_for_cs", fd, sequence, timeout_us, status);
+inline int wait_for_submission(int fd, u64 sequence, std::uint32_t* status, u64 timeout_us = 30'000'000) {
+    return call_library("hlthunk_wait_for_cs", fd, sequence, timeout_us, status);
 }
 
-inline std::string ledger_json() {
+inline std::string read_ledger() {
     std::string text(1 << 20, '\0');
-    const int size_bytes = hl("gdrkit_twin_ledger", text.data(), text.size());
+    const int size_bytes = call_library("gdrkit_twin_ledger", text.data(), text.size());
     CHECK(size_bytes > 0 && static_cast<std::size_t>(size_bytes) < text.size());
     text.resize(static_cast<std::size_t>(size_bytes));
     return text;

@@ -1,5 +1,6 @@
-// Tests of the lifetime of exported dma-bufs. A dma-buf lives until its last descriptor is closed and its last importer
-// is gone. The verbs twin imports the dma-bufs, also from many threads.
+// Tests of the software twin of libhl-thunk (the library of Intel Gaudi accelerators): how long exported dma-bufs live.
+// A dma-buf lives until its last descriptor is closed and its last importer is gone. The software twin of libibverbs
+// imports the dma-bufs, also from many threads.
 #include <thread>
 
 #include "hlthunk_library.hpp"
@@ -13,59 +14,60 @@ namespace {
 constexpr u64 page_bytes = 4096;
 
 // Return the number of live exports, as the twin's ledger reports it.
-std::string live_export_count() {
-    const std::string json = ledger_json(), key = "\"exports\":";
+std::string count_live_exports() {
+    const std::string json = read_ledger(), key = "\"exports\":";
     const std::size_t begin = json.find(key) + key.size();
     return json.substr(begin, json.find(',', begin) - begin);
 }
 
-ibv_mr* import(ibv_pd* pd, u64 address, u64 length, int fd) {
+ibv_mr* import_dmabuf(ibv_pd* pd, u64 address, u64 length, int fd) {
     ibv_mr* const region = ibv_reg_dmabuf_mr(pd, 0, length, address, fd, all_access);
     CHECK(region != nullptr);
     return region;
 }
 
 void test_export_until_last_importer(int device, ibv_pd* pd) {
-    const u64 handle = allocate(device, page_bytes), address = map(device, handle);
+    const u64 handle = allocate(device, page_bytes), address = map_memory(device, handle);
     const int first_fd = export_mapped(device, address, page_bytes),
               second_fd = export_mapped(device, address, 2 * page_bytes, page_bytes);
-    CHECK(live_export_count() == "2");
-    ibv_mr* const first_region = import(pd, address, page_bytes, first_fd);
-    ibv_mr* const second_region = import(pd, address, page_bytes, first_fd);
-    CHECK(close(first_fd) == 0 && live_export_count() == "2" && close(second_fd) == 0 && live_export_count() == "1");
-    CHECK(ibv_dereg_mr(first_region) == 0 && live_export_count() == "1" && unmap(device, address) == -EINVAL);
-    CHECK(ibv_dereg_mr(second_region) == 0 && live_export_count() == "0");
-    CHECK(unmap(device, address) == 0 && release(device, handle) == 0);
+    CHECK(count_live_exports() == "2");
+    ibv_mr* const first_region = import_dmabuf(pd, address, page_bytes, first_fd);
+    ibv_mr* const second_region = import_dmabuf(pd, address, page_bytes, first_fd);
+    CHECK(close(first_fd) == 0 && count_live_exports() == "2" && close(second_fd) == 0 && count_live_exports() == "1");
+    CHECK(ibv_dereg_mr(first_region) == 0 && count_live_exports() == "1" && unmap_memory(device, address) == -EINVAL);
+    CHECK(ibv_dereg_mr(second_region) == 0 && count_live_exports() == "0");
+    CHECK(unmap_memory(device, address) == 0 && free_memory(device, handle) == 0);
 }
 
 void test_dmabuf_outlives_device(int device, ibv_pd* pd) {
-    const u64 handle = allocate(device, page_bytes), address = map(device, handle);
+    const u64 handle = allocate(device, page_bytes), address = map_memory(device, handle);
     const int dmabuf_fd = export_mapped(device, address, page_bytes);
-    ibv_mr* const region = import(pd, address, page_bytes, dmabuf_fd);
+    ibv_mr* const region = import_dmabuf(pd, address, page_bytes, dmabuf_fd);
     // The program frees nothing explicitly. The device's context is destroyed with its last reference.
-    CHECK(close(dmabuf_fd) == 0 && hl("hlthunk_close", device) == 0);
-    CHECK(ledger_json().find("\"open_devices\":1") != std::string::npos);
+    CHECK(close(dmabuf_fd) == 0 && call_library("hlthunk_close", device) == 0);
+    CHECK(read_ledger().find("\"open_devices\":1") != std::string::npos);
     char bus_id[13] = "0000:33:00.0";
-    CHECK(hl("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id)) == -EBUSY);
+    CHECK(call_library("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id)) == -EBUSY);
     CHECK(ibv_dereg_mr(region) == 0);
-    const int reopened_device = hl("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id));
-    CHECK(reopened_device >= 0 && hl("hlthunk_close", reopened_device) == 0);
-    CHECK(ledger_json().find("\"handles\":{}") != std::string::npos);
+    const int reopened_device =
+        call_library("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id));
+    CHECK(reopened_device >= 0 && call_library("hlthunk_close", reopened_device) == 0);
+    CHECK(read_ledger().find("\"handles\":{}") != std::string::npos);
 }
 
 void test_concurrent_imports(int device, ibv_pd* pd) {
-    const u64 shared_handle = allocate(device, page_bytes), shared_address = map(device, shared_handle);
+    const u64 shared_handle = allocate(device, page_bytes), shared_address = map_memory(device, shared_handle);
     const auto export_and_import = [&] {
         for (int round = 0; round < 10; ++round) {
-            const u64 handle = allocate(device, page_bytes), address = map(device, handle);
+            const u64 handle = allocate(device, page_bytes), address = map_memory(device, handle);
             CHECK(handle != 0 && address != 0);
             for (const u64 exported_address : {address, shared_address}) {
                 const int fd = export_mapped(device, exported_address, page_bytes);
                 CHECK(fd >= 0);
-                ibv_mr* const region = import(pd, exported_address, page_bytes, fd);
-                CHECK(close(fd) == 0 && unmap(device, exported_address) == -EINVAL && ibv_dereg_mr(region) == 0);
+                ibv_mr* const region = import_dmabuf(pd, exported_address, page_bytes, fd);
+                CHECK(close(fd) == 0 && unmap_memory(device, exported_address) == -EINVAL && ibv_dereg_mr(region) == 0);
             }
-            CHECK(unmap(device, address) == 0 && release(device, handle) == 0);
+            CHECK(unmap_memory(device, address) == 0 && free_memory(device, handle) == 0);
         }
     };
     std::vector<std::thread> threads;
@@ -75,15 +77,16 @@ void test_concurrent_imports(int device, ibv_pd* pd) {
     for (std::thread& thread : threads) {
         thread.join();
     }
-    CHECK(live_export_count() == "0" && unmap(device, shared_address) == 0 && release(device, shared_handle) == 0);
+    CHECK(count_live_exports() == "0" && unmap_memory(device, shared_address) == 0 &&
+          free_memory(device, shared_handle) == 0);
 }
 
 // A program without knowledge of hl-thunk closes the descriptor by close(2).
 void test_close_releases_device() {
-    const int device = open_first();
+    const int device = open_first_device();
     CHECK(allocate(device, page_bytes) != 0 && close(device) == 0);
     CHECK(allocate(device, page_bytes) == 0 && errno == EBADF);
-    CHECK(ledger_json().find("\"open_devices\":0") != std::string::npos);
+    CHECK(read_ledger().find("\"open_devices\":0") != std::string::npos);
 }
 
 } // namespace
@@ -91,7 +94,7 @@ void test_close_releases_device() {
 int main() {
     ibv_context* const context = gdrkit::twin::tests::open_device(0);
     ibv_pd* const pd = ibv_alloc_pd(context);
-    const int device = open_first();
+    const int device = open_first_device();
     test_export_until_last_importer(device, pd);
     test_concurrent_imports(device, pd);
     test_dmabuf_outlives_device(device, pd);

@@ -1,5 +1,6 @@
-// Tests of the kernel driver's rules for allocating, mapping and exporting. The environment selects the generation of
-// the Gaudi. Other tests use a PCI BAR that is smaller than the memory.
+// Tests of the software twin of libhl-thunk (the library of Intel Gaudi accelerators): the rules of the kernel driver
+// for allocating, mapping and exporting memory. Environment variables select the generation of the Gaudi, and a PCI BAR
+// that is smaller than the memory.
 #include <sys/mman.h>
 
 #include "hlthunk_library.hpp"
@@ -12,7 +13,7 @@ constexpr u64 page_bytes = 4096, mib = 1 << 20, gib = 1 << 30;
 
 HardwareInfo query_info(int fd) {
     HardwareInfo info{};
-    CHECK(hl("hlthunk_get_hw_ip_info", fd, &info) == 0);
+    CHECK(call_library("hlthunk_get_hw_ip_info", fd, &info) == 0);
     return info;
 }
 
@@ -28,8 +29,8 @@ void test_later_gaudis_export_mapped_addresses(int fd) {
     CHECK(allocate(fd, 0) == 0 && errno == EINVAL);
     CHECK(allocate(fd, page_bytes, 3 * mib) == 0 && errno == EINVAL);
     CHECK(allocate(fd, 1000 * gib) == 0 && errno == ENOMEM);
-    CHECK(map(fd, 99) == 0 && errno == EINVAL);
-    const u64 handle = allocate(fd, page_bytes), address = map(fd, handle);
+    CHECK(map_memory(fd, 99) == 0 && errno == EINVAL);
+    const u64 handle = allocate(fd, page_bytes), address = map_memory(fd, handle);
     CHECK(handle != 0 && address != 0 && address % page_bytes == 0);
     check_export_succeeds(export_mapped(fd, address, page_bytes), page_bytes);
     check_export_succeeds(export_mapped(fd, address, page_bytes, device_page_bytes - page_bytes), page_bytes);
@@ -45,21 +46,21 @@ void test_later_gaudis_export_mapped_addresses(int fd) {
     CHECK(export_mapped(fd, address, device_page_bytes + page_bytes) == -EINVAL);
     CHECK(export_mapped(fd, address, 2 * page_bytes, ~u64{4095}) == -EINVAL);
     const int dmabuf_fd = export_mapped(fd, address, page_bytes);
-    CHECK(dmabuf_fd >= 0 && unmap(fd, address) == -EINVAL && release(fd, handle) == -EINVAL);
-    CHECK(close(dmabuf_fd) == 0 && unmap(fd, address) == 0 && unmap(fd, address) == -EINVAL);
+    CHECK(dmabuf_fd >= 0 && unmap_memory(fd, address) == -EINVAL && free_memory(fd, handle) == -EINVAL);
+    CHECK(close(dmabuf_fd) == 0 && unmap_memory(fd, address) == 0 && unmap_memory(fd, address) == -EINVAL);
     CHECK(export_mapped(fd, address, page_bytes) == -EINVAL);
     // The next mapping reuses the address at once.
-    CHECK(map(fd, handle) == address && unmap(fd, address) == 0);
-    CHECK(release(fd, handle) == 0 && release(fd, handle) == -EINVAL && release(fd, 77) == -EINVAL);
+    CHECK(map_memory(fd, handle) == address && unmap_memory(fd, address) == 0);
+    CHECK(free_memory(fd, handle) == 0 && free_memory(fd, handle) == -EINVAL && free_memory(fd, 77) == -EINVAL);
     const u64 small_handle = allocate(fd, page_bytes, 2 * mib);
-    const u64 hinted_address = map(fd, small_handle, address + 10 * device_page_bytes);
-    CHECK(hinted_address == address + 10 * device_page_bytes && unmap(fd, hinted_address) == 0 &&
-          release(fd, small_handle) == 0);
+    const u64 hinted_address = map_memory(fd, small_handle, address + 10 * device_page_bytes);
+    CHECK(hinted_address == address + 10 * device_page_bytes && unmap_memory(fd, hinted_address) == 0 &&
+          free_memory(fd, small_handle) == 0);
 }
 
 void test_gaudi1_exports_physical_addresses(int fd) {
     const u64 base = query_info(fd).dram_base_address, size_bytes = query_info(fd).dram_size;
-    CHECK(allocate(fd, page_bytes) == 0 && map(fd, 0) == 0 && errno == EINVAL && release(fd, 0) == 0);
+    CHECK(allocate(fd, page_bytes) == 0 && map_memory(fd, 0) == 0 && errno == EINVAL && free_memory(fd, 0) == 0);
     check_export_succeeds(export_physical(fd, base, page_bytes), page_bytes);
     check_export_succeeds(export_physical(fd, base + size_bytes - page_bytes, page_bytes), page_bytes);
     check_export_succeeds(export_mapped(fd, base, page_bytes), page_bytes);
@@ -77,16 +78,16 @@ void test_host_memory_is_refused(int fd) {
     const u64 address = map_host(fd, memory, 2 * page_bytes);
     CHECK(address != 0 && export_mapped(fd, address, page_bytes) == -EINVAL &&
           export_physical(fd, address, page_bytes) == -EINVAL);
-    CHECK(unmap(fd, address) == 0);
+    CHECK(unmap_memory(fd, address) == 0);
     CHECK(map_host(fd, memory, 0) == 0 && errno == EINVAL);
-    // The memory is made inaccessible instead of unmapped, because another mapping could reuse the address.
+    // Make the memory inaccessible. If it were unmapped, another mapping could reuse its address.
     CHECK(mprotect(memory, 2 * page_bytes, PROT_NONE) == 0);
     CHECK(map_host(fd, memory, 2 * page_bytes) == 0 && (errno == EFAULT || errno == ENOMEM));
     munmap(memory, 2 * page_bytes);
 }
 
 // Only the first part of the memory is in the BAR. Allocations use the lowest free memory, so a small first allocation
-// is in the BAR, and a large second one reaches beyond it.
+// is in the BAR, and a large second allocation reaches beyond it.
 void test_only_bar_is_exported(int fd, bool is_gaudi1) {
     if (is_gaudi1) {
         // The device memory and the BAR begin at 0x20000000. Programs use the memory from `base` on.
@@ -98,19 +99,19 @@ void test_only_bar_is_exported(int fd, bool is_gaudi1) {
         return;
     }
     const u64 inside_handle = allocate(fd, page_bytes), outside_handle = allocate(fd, 700 * mib);
-    const u64 inside_address = map(fd, inside_handle), outside_address = map(fd, outside_handle);
+    const u64 inside_address = map_memory(fd, inside_handle), outside_address = map_memory(fd, outside_handle);
     check_export_succeeds(export_mapped(fd, inside_address, page_bytes), page_bytes);
     // Exporting a part that is inside the BAR fails too, because the driver checks every page of the allocation.
     CHECK(export_mapped(fd, outside_address, page_bytes) == -EINVAL);
-    CHECK(unmap(fd, inside_address) == 0 && unmap(fd, outside_address) == 0 && release(fd, inside_handle) == 0 &&
-          release(fd, outside_handle) == 0);
+    CHECK(unmap_memory(fd, inside_address) == 0 && unmap_memory(fd, outside_address) == 0 &&
+          free_memory(fd, inside_handle) == 0 && free_memory(fd, outside_handle) == 0);
 }
 
 } // namespace
 
 int main() {
-    const int fd = open_first();
-    const bool is_gaudi1 = hl("hlthunk_get_device_name_from_fd", fd) == gaudi1;
+    const int fd = open_first_device();
+    const bool is_gaudi1 = call_library("hlthunk_get_device_name_from_fd", fd) == gaudi1;
     if (std::getenv("GDRKIT_TWINS_GAUDI_BAR_MIB") != nullptr) {
         test_only_bar_is_exported(fd, is_gaudi1);
     } else if (is_gaudi1) {
@@ -119,7 +120,7 @@ int main() {
         test_later_gaudis_export_mapped_addresses(fd);
     }
     test_host_memory_is_refused(fd);
-    CHECK(hl("hlthunk_close", fd) == 0);
-    CHECK(ledger_json().find("\"handles\":{}") != std::string::npos &&
-          ledger_json().find("\"open_devices\":0") != std::string::npos);
+    CHECK(call_library("hlthunk_close", fd) == 0);
+    CHECK(read_ledger().find("\"handles\":{}") != std::string::npos &&
+          read_ledger().find("\"open_devices\":0") != std::string::npos);
 }

@@ -1,5 +1,5 @@
-// Tests of the exported functions: they match the contract (a list in native/twins/contracts), and unimplemented ones
-// fail as documented.
+// Tests of the functions that the software twin of libhl-thunk (the library of Intel Gaudi accelerators) exports: they
+// match the contract (a list in native/twins/contracts), and unimplemented functions fail as documented.
 #include <elf.h>
 
 #include <fstream>
@@ -10,7 +10,7 @@
 
 #include "hlthunk_library.hpp"
 
-// Newer kernels have the header in drm/, older ones in misc/.
+// Newer kernels have the header in drm/, and older kernels in misc/.
 #if __has_include(<drm/habanalabs_accel.h>)
 #include <drm/habanalabs_accel.h>
 #define GDRKIT_KERNEL_HEADER
@@ -42,15 +42,15 @@ std::map<std::string, std::string> read_contract() {
     for (std::string line; std::getline(file, line);) {
         if (!line.empty() && line[0] != '#') {
             std::istringstream words(line);
-            std::string symbol, kind;
-            CHECK(words >> symbol >> kind && table.emplace(symbol, kind).second);
+            std::string symbol, convention;
+            CHECK(words >> symbol >> convention && table.emplace(symbol, convention).second);
         }
     }
     return table;
 }
 
 // Return the names that the library defines in its dynamic symbol table.
-std::set<std::string> exported_symbols() {
+std::set<std::string> read_exported_symbols() {
     std::ifstream file(GDRKIT_HLTHUNK_TWIN, std::ios::binary);
     std::stringstream content;
     content << file.rdbuf();
@@ -65,9 +65,9 @@ std::set<std::string> exported_symbols() {
             continue;
         }
         const char* const text = bytes.data() + sections[section.sh_link].sh_offset;
-        for (std::size_t at = 0; at < section.sh_size; at += sizeof(Elf64_Sym)) {
+        for (std::size_t offset = 0; offset < section.sh_size; offset += sizeof(Elf64_Sym)) {
             Elf64_Sym symbol;
-            std::memcpy(&symbol, bytes.data() + section.sh_offset + at, sizeof symbol);
+            std::memcpy(&symbol, bytes.data() + section.sh_offset + offset, sizeof symbol);
             // The names of versions are absolute symbols.
             if (symbol.st_shndx != SHN_UNDEF && symbol.st_shndx != SHN_ABS &&
                 ELF64_ST_BIND(symbol.st_info) != STB_LOCAL) {
@@ -80,37 +80,38 @@ std::set<std::string> exported_symbols() {
 
 void test_exports_match_contract() {
     std::set<std::string> contract_symbols;
-    for (const auto& [symbol, kind] : read_contract()) {
+    for (const auto& [symbol, convention] : read_contract()) {
         contract_symbols.insert(symbol);
     }
-    CHECK(contract_symbols == exported_symbols());
+    CHECK(contract_symbols == read_exported_symbols());
 }
 
 void test_unimplemented_functions_fail() {
     int count = 0;
-    for (const auto& [symbol, kind] : read_contract()) {
+    for (const auto& [symbol, convention] : read_contract()) {
         errno = 0;
-        if (kind == "minus_errno") {
-            CHECK(hl(symbol.c_str()) == -EOPNOTSUPP && errno == EOPNOTSUPP);
-        } else if (kind == "null") {
-            CHECK(hl<void*>(symbol.c_str()) == nullptr && errno == EOPNOTSUPP);
+        if (convention == "minus_errno") {
+            CHECK(call_library(symbol.c_str()) == -EOPNOTSUPP && errno == EOPNOTSUPP);
+        } else if (convention == "null") {
+            CHECK(call_library<void*>(symbol.c_str()) == nullptr && errno == EOPNOTSUPP);
         }
-        count += kind == "minus_errno";
+        count += convention == "minus_errno";
     }
     CHECK(count > 60);
 }
 
 // A program that was built in 2021 has the smaller structure of that year.
 void test_hardware_info_of_2021_keeps_its_size() {
-    using Get = int (*)(int, void*);
-    const auto get = reinterpret_cast<Get>(dlvsym(library(), "hlthunk_get_hw_ip_info", "HLTNK_1.0"));
-    CHECK(get != nullptr && get != reinterpret_cast<Get>(dlsym(library(), "hlthunk_get_hw_ip_info")));
-    const int fd = hl("hlthunk_open_control", 1, static_cast<const char*>(nullptr));
+    using GetInfo = int (*)(int, void*);
+    const auto get_info_2021 = reinterpret_cast<GetInfo>(dlvsym(library(), "hlthunk_get_hw_ip_info", "HLTNK_1.0"));
+    CHECK(get_info_2021 != nullptr &&
+          get_info_2021 != reinterpret_cast<GetInfo>(dlsym(library(), "hlthunk_get_hw_ip_info")));
+    const int fd = call_library("hlthunk_open_control", 1, static_cast<const char*>(nullptr));
     HardwareInfo info{};
-    CHECK(hl("hlthunk_get_hw_ip_info", fd, &info) == 0);
+    CHECK(call_library("hlthunk_get_hw_ip_info", fd, &info) == 0);
     unsigned char bytes[sizeof(HardwareInfo)];
     std::memset(bytes, 0xee, sizeof bytes);
-    CHECK(get(fd, bytes) == 0);
+    CHECK(get_info_2021(fd, bytes) == 0);
     for (std::size_t index = sizeof(HardwareInfo2021); index < sizeof bytes; ++index) {
         CHECK(bytes[index] == 0xee);
     }
@@ -118,30 +119,33 @@ void test_hardware_info_of_2021_keeps_its_size() {
     std::memcpy(&old_info, bytes, sizeof old_info);
     CHECK(old_info.dram_size == info.dram_size && old_info.module_id == info.module_id);
     CHECK(old_info.dram_enabled == 1 && old_info.dram_page_size == info.dram_page_size);
-    CHECK(hl("hlthunk_close", fd) == 0);
+    CHECK(call_library("hlthunk_close", fd) == 0);
 }
 
 void test_device_names_and_ids() {
-    CHECK(hl("hlthunk_get_device_count", static_cast<int>(dont_care)) == 2);
-    CHECK(hl("hlthunk_get_device_count", static_cast<int>(invalid)) == -EINVAL);
-    CHECK(hl("hlthunk_get_device_count", static_cast<int>(goya)) == 0);
+    CHECK(call_library("hlthunk_get_device_count", static_cast<int>(dont_care)) == 2);
+    CHECK(call_library("hlthunk_get_device_count", static_cast<int>(invalid)) == -EINVAL);
+    CHECK(call_library("hlthunk_get_device_count", static_cast<int>(goya)) == 0);
     char bus_id[13] = {};
-    const int control_fd = hl("hlthunk_open_control", 1, static_cast<const char*>(nullptr));
-    CHECK(control_fd >= 0 && hl("hlthunk_get_pci_bus_id_from_fd", control_fd, bus_id, 13) == 0);
-    CHECK(hl("hlthunk_get_device_index_from_pci_bus_id", static_cast<const char*>(bus_id)) == 1);
-    CHECK(hl("hlthunk_get_device_index_from_pci_bus_id", static_cast<const char*>(bus_id + 5)) == 1);
+    const int control_fd = call_library("hlthunk_open_control", 1, static_cast<const char*>(nullptr));
+    CHECK(control_fd >= 0 && call_library("hlthunk_get_pci_bus_id_from_fd", control_fd, bus_id, 13) == 0);
+    CHECK(call_library("hlthunk_get_device_index_from_pci_bus_id", static_cast<const char*>(bus_id)) == 1);
+    CHECK(call_library("hlthunk_get_device_index_from_pci_bus_id", static_cast<const char*>(bus_id + 5)) == 1);
     HardwareInfo info{};
-    CHECK(hl("hlthunk_get_hw_ip_info", control_fd, &info) == 0 && info.dram_enabled == 1 && info.module_id != 1);
-    CHECK(hl("hlthunk_get_hw_ip_info", control_fd, static_cast<HardwareInfo*>(nullptr)) == -EINVAL);
+    CHECK(call_library("hlthunk_get_hw_ip_info", control_fd, &info) == 0 && info.dram_enabled == 1 &&
+          info.module_id != 1);
+    CHECK(call_library("hlthunk_get_hw_ip_info", control_fd, static_cast<HardwareInfo*>(nullptr)) == -EINVAL);
     // A control device only supports queries.
     CHECK(allocate(control_fd, 4096) == 0 && errno == ENOTTY);
-    const int fd = hl("hlthunk_open_by_module_id", info.module_id);
-    CHECK(fd >= 0 && hl("hlthunk_get_device_name_from_fd", fd) == hl("hlthunk_get_device_name_from_fd", control_fd));
-    CHECK(hl("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id)) == -EBUSY);
-    CHECK(hl("hlthunk_open", static_cast<int>(dont_care), "0000:00:00.0") == -EINVAL);
-    CHECK(hl("hlthunk_open", static_cast<int>(goya), static_cast<const char*>(nullptr)) == -1 && errno == ENOENT);
-    CHECK(hl("hlthunk_close", fd) == 0 && hl("hlthunk_close", fd) == -1 && errno == EBADF);
-    CHECK(hl("hlthunk_close", control_fd) == 0);
+    const int fd = call_library("hlthunk_open_by_module_id", info.module_id);
+    CHECK(fd >= 0 && call_library("hlthunk_get_device_name_from_fd", fd) ==
+                         call_library("hlthunk_get_device_name_from_fd", control_fd));
+    CHECK(call_library("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id)) == -EBUSY);
+    CHECK(call_library("hlthunk_open", static_cast<int>(dont_care), "0000:00:00.0") == -EINVAL);
+    CHECK(call_library("hlthunk_open", static_cast<int>(goya), static_cast<const char*>(nullptr)) == -1 &&
+          errno == ENOENT);
+    CHECK(call_library("hlthunk_close", fd) == 0 && call_library("hlthunk_close", fd) == -1 && errno == EBADF);
+    CHECK(call_library("hlthunk_close", control_fd) == 0);
 }
 
 } // namespace

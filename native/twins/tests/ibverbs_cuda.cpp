@@ -1,6 +1,6 @@
-// Tests of memory regions in device memory, which are registered by address (peer memory) or by a dma-buf. The first
-// argument is the path of the CUDA driver; without it the tests use libcuda.so.1. So the same tests also run with the
-// real driver on a machine with a GPU. There the CPU cannot map dma-bufs.
+// Tests of the software twin of libibverbs: memory regions in device memory, which are registered by address (peer
+// memory) or by a dma-buf. The first argument is the path of the CUDA driver. Without it, the tests use libcuda.so.1.
+// So the same tests also run with the real driver on a machine with a GPU, where the CPU cannot map dma-bufs.
 #include <dlfcn.h>
 #include <sys/wait.h>
 
@@ -82,11 +82,12 @@ struct Driver {
         clear(address, size_bytes);
         return address;
     }
-    // cuMemset on device memory is asynchronous, and a NIC does not wait for streams.
+    // This waits for the end of the memset, because cuMemset on device memory is asynchronous, and a NIC does not wait
+    // for streams.
     void clear(std::uint64_t address, std::size_t size_bytes) const {
         CHECK(cuMemsetD8_v2(address, 0, size_bytes) == 0 && cuCtxSynchronize() == 0);
     }
-    [[nodiscard]] std::vector<std::uint8_t> content(std::uint64_t address, std::size_t size_bytes) const {
+    [[nodiscard]] std::vector<std::uint8_t> read_memory(std::uint64_t address, std::size_t size_bytes) const {
         std::vector<std::uint8_t> bytes(size_bytes);
         CHECK(cuMemcpyDtoH_v2(bytes.data(), address, size_bytes) == 0);
         return bytes;
@@ -98,35 +99,37 @@ struct Driver {
     }
 };
 
-void* as_pointer(std::uint64_t address) {
+void* to_pointer(std::uint64_t address) {
     return reinterpret_cast<void*>(address);
 }
 
 // Check that data arrives at odd offsets with odd sizes and changes no other bytes. Then free the memory while the
 // region is registered.
 void check_region(const Driver& driver, Endpoint* endpoint, std::uint64_t memory, ibv_mr* mr) {
-    Buffer from(endpoint->pd, allocation_bytes), back(endpoint->pd, allocation_bytes);
+    Buffer from(endpoint->pd, allocation_bytes), readback(endpoint->pd, allocation_bytes);
     fill_pattern(from.bytes, from.size_bytes);
     for (const std::size_t size_bytes : {1UL, 4095UL, 65536UL, (1UL << 20) + 3}) {
         driver.clear(memory, allocation_bytes);
-        CHECK(endpoint->post(request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {from.sge(1, size_bytes)}) == 0);
+        CHECK(endpoint->post(make_request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {from.sge(1, size_bytes)}) ==
+              0);
         endpoint->expect_completion(1, IBV_WC_SUCCESS);
-        const auto content = driver.content(memory, size_bytes + 78);
+        const auto content = driver.read_memory(memory, size_bytes + 78);
         CHECK(content[76] == 0 && content[77 + size_bytes] == 0 && has_pattern(content.data() + 77, size_bytes, 1));
-        CHECK(endpoint->post(request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey), {back.sge(3, size_bytes)}) == 0);
+        CHECK(endpoint->post(make_request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey), {readback.sge(3, size_bytes)}) ==
+              0);
         endpoint->expect_completion(2, IBV_WC_SUCCESS);
-        CHECK(has_pattern(back.bytes + 3, size_bytes, 1));
+        CHECK(has_pattern(readback.bytes + 3, size_bytes, 1));
     }
     // The owner frees the memory. A later allocation at this address must not receive data sent with the old key.
     CHECK(driver.cuMemFree_v2(memory) == 0);
     const std::uint64_t next_memory = driver.allocate();
     std::fprintf(stderr, "the next allocation %s the address\n", next_memory == memory ? "got" : "did not get");
-    CHECK(endpoint->post(request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {from.sge(0, 1000)}) == 0);
+    CHECK(endpoint->post(make_request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {from.sge(0, 1000)}) == 0);
     endpoint->expect_completion(3, IBV_WC_SUCCESS);
-    CHECK(endpoint->post(request(4, IBV_WR_RDMA_READ, memory + 5, mr->rkey), {back.sge(0, 1000)}) == 0);
+    CHECK(endpoint->post(make_request(4, IBV_WR_RDMA_READ, memory + 5, mr->rkey), {readback.sge(0, 1000)}) == 0);
     endpoint->expect_completion(4, IBV_WC_SUCCESS);
-    CHECK(has_pattern(back.bytes, 1000));
-    const auto next_content = driver.content(next_memory, 4096);
+    CHECK(has_pattern(readback.bytes, 1000));
+    const auto next_content = driver.read_memory(next_memory, 4096);
     CHECK(next_content == std::vector<std::uint8_t>(4096, 0));
     CHECK(driver.cuMemFree_v2(next_memory) == 0);
 }
@@ -135,10 +138,10 @@ void test_device_address_is_registered_by_peer_memory(const Driver& driver) {
     Endpoint requester(0), responder(1);
     connect(&requester, &responder);
     const std::uint64_t memory = driver.allocate();
-    ibv_mr* const mr = ibv_reg_mr(responder.pd, as_pointer(memory), allocation_bytes, all_access);
+    ibv_mr* const mr = ibv_reg_mr(responder.pd, to_pointer(memory), allocation_bytes, all_access);
     CHECK(mr != nullptr && address_of(mr->addr) == memory);
     errno = 0;
-    CHECK(ibv_reg_mr(responder.pd, as_pointer(memory), 1UL << 40, all_access) == nullptr && errno == EFAULT);
+    CHECK(ibv_reg_mr(responder.pd, to_pointer(memory), 1UL << 40, all_access) == nullptr && errno == EFAULT);
     check_region(driver, &requester, memory, mr);
     CHECK(ibv_dereg_mr(mr) == 0);
 }
@@ -147,7 +150,7 @@ void test_device_address_is_refused_without_peer_memory(const Driver& driver) {
     Endpoint endpoint;
     const std::uint64_t memory = driver.allocate();
     errno = 0;
-    CHECK(ibv_reg_mr(endpoint.pd, as_pointer(memory), allocation_bytes, all_access) == nullptr && errno == EFAULT);
+    CHECK(ibv_reg_mr(endpoint.pd, to_pointer(memory), allocation_bytes, all_access) == nullptr && errno == EFAULT);
     CHECK(driver.cuMemFree_v2(memory) == 0);
     // Host memory is registered as host memory even if a driver is loaded.
     const Buffer host(endpoint.pd, 4096);
@@ -169,46 +172,46 @@ void test_device_memory_is_registered_by_dmabuf(const Driver& driver) {
 }
 
 // One region may cover two VMM mappings, although each mapping has another buffer id.
-void test_region_covers_two_mappings(const Driver& driver, bool by_dmabuf) {
+void test_region_covers_two_mappings(const Driver& driver, bool is_dmabuf) {
     constexpr std::size_t mapping_bytes = 2UL << 20;
     Endpoint requester(0), responder(1);
     connect(&requester, &responder);
     std::uint64_t base = 0;
     CHECK(driver.cuMemAddressReserve(&base, 2 * mapping_bytes, 0, 0, 0) == 0);
-    const auto map = [&](std::uint64_t at) {
+    const auto map_new_memory = [&](std::uint64_t address) {
         const AllocationProperties properties;
         const AccessDescription access;
         std::uint64_t handle = 0;
         CHECK(driver.cuMemCreate(&handle, mapping_bytes, &properties, 0) == 0 &&
-              driver.cuMemMap(at, mapping_bytes, 0, handle, 0) == 0);
-        CHECK(driver.cuMemRelease(handle) == 0 && driver.cuMemSetAccess(at, mapping_bytes, &access, 1) == 0);
-        driver.clear(at, mapping_bytes);
+              driver.cuMemMap(address, mapping_bytes, 0, handle, 0) == 0);
+        CHECK(driver.cuMemRelease(handle) == 0 && driver.cuMemSetAccess(address, mapping_bytes, &access, 1) == 0);
+        driver.clear(address, mapping_bytes);
     };
-    map(base);
-    map(base + mapping_bytes);
+    map_new_memory(base);
+    map_new_memory(base + mapping_bytes);
     const std::uint64_t begin = base + mapping_bytes / 2;
     ibv_mr* mr = nullptr;
-    if (by_dmabuf) {
+    if (is_dmabuf) {
         const int fd = driver.export_dmabuf(begin, mapping_bytes);
         mr = ibv_reg_dmabuf_mr(responder.pd, 0, mapping_bytes, begin, fd, all_access);
         close(fd);
     } else {
-        mr = ibv_reg_mr(responder.pd, as_pointer(begin), mapping_bytes, all_access);
+        mr = ibv_reg_mr(responder.pd, to_pointer(begin), mapping_bytes, all_access);
     }
     CHECK(mr != nullptr);
     Buffer from(requester.pd, mapping_bytes);
     fill_pattern(from.bytes, mapping_bytes);
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, begin, mr->rkey), {from.sge(0, mapping_bytes)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, begin, mr->rkey), {from.sge(0, mapping_bytes)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
-    const auto content = driver.content(base, 2 * mapping_bytes);
+    const auto content = driver.read_memory(base, 2 * mapping_bytes);
     CHECK(content[mapping_bytes / 2 - 1] == 0 && has_pattern(content.data() + mapping_bytes / 2, mapping_bytes) &&
           content[mapping_bytes / 2 + mapping_bytes] == 0);
-    // Other memory is mapped at the same addresses: the region must not access it.
+    // Now other memory is mapped at the same addresses. The region must not access it.
     CHECK(driver.cuMemUnmap(base + mapping_bytes, mapping_bytes) == 0);
-    map(base + mapping_bytes);
-    CHECK(requester.post(request(2, IBV_WR_RDMA_WRITE, base + mapping_bytes, mr->rkey), {from.sge(0, 1000)}) == 0);
+    map_new_memory(base + mapping_bytes);
+    CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, base + mapping_bytes, mr->rkey), {from.sge(0, 1000)}) == 0);
     requester.expect_completion(2, IBV_WC_SUCCESS);
-    CHECK(driver.content(base + mapping_bytes, 1000) == std::vector<std::uint8_t>(1000, 0));
+    CHECK(driver.read_memory(base + mapping_bytes, 1000) == std::vector<std::uint8_t>(1000, 0));
     CHECK(ibv_dereg_mr(mr) == 0);
     CHECK(driver.cuMemUnmap(base, mapping_bytes) == 0 && driver.cuMemUnmap(base + mapping_bytes, mapping_bytes) == 0);
     CHECK(driver.cuMemAddressFree(base, 2 * mapping_bytes) == 0);

@@ -1,4 +1,5 @@
-// Helpers of the tests of datagram queue pairs: a pair in state RTS, address handles, and sends by one call.
+// Helpers for the tests of datagram queue pairs (UD) in the software twin of libibverbs: a queue pair in state RTS,
+// address handles, and sends with one call.
 #pragma once
 
 #include "tests/ibverbs_support.hpp"
@@ -24,7 +25,7 @@ inline ibv_gid make_group(std::uint8_t number) {
     return group;
 }
 
-inline ibv_ah_attr path_to(const ibv_gid& gid, std::uint8_t sgid_index = 1) {
+inline ibv_ah_attr make_path(const ibv_gid& gid, std::uint8_t sgid_index = 1) {
     ibv_ah_attr path{};
     path.is_global = 1;
     path.port_num = 1;
@@ -78,13 +79,13 @@ struct DatagramEndpoint {
         attr.sq_psn = 0x123;
         return ibv_modify_qp(qp, &attr, IBV_QP_STATE | mask);
     }
-    ibv_qp_state state() const {
+    ibv_qp_state query_state() const {
         ibv_qp_attr attr{};
         ibv_qp_init_attr init{};
         CHECK(ibv_query_qp(qp, &attr, IBV_QP_STATE, &init) == 0);
         return attr.qp_state;
     }
-    [[nodiscard]] ibv_ah* make_address(const ibv_ah_attr& path) const {
+    [[nodiscard]] ibv_ah* create_address_handle(const ibv_ah_attr& path) const {
         ibv_ah_attr attr = path;
         ibv_ah* const ah = ibv_create_ah(pd, &attr);
         CHECK(ah != nullptr);
@@ -128,7 +129,7 @@ struct DatagramEndpoint {
         CHECK(false && "no completion within ten seconds");
         return wc;
     }
-    ibv_wc expect(std::uint64_t wr_id, ibv_wc_status status = IBV_WC_SUCCESS) const {
+    ibv_wc expect_completion(std::uint64_t wr_id, ibv_wc_status status = IBV_WC_SUCCESS) const {
         const ibv_wc wc = poll_completion();
         if (wc.wr_id != wr_id || wc.status != status) {
             std::fprintf(stderr, "completion of %llu: %s\n", static_cast<unsigned long long>(wc.wr_id),
@@ -138,7 +139,7 @@ struct DatagramEndpoint {
         return wc;
     }
     // Check that nothing completes for a while.
-    void expect_nothing() const {
+    void expect_no_completion() const {
         ibv_wc wc{};
         usleep(20000);
         CHECK(ibv_poll_cq(cq, 1, &wc) == 0);

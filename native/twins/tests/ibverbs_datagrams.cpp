@@ -1,4 +1,4 @@
-// Tests of datagram queue pairs and address handles in one process.
+// Tests of the software twin of libibverbs: datagram queue pairs (UD) and address handles in one process.
 #include <arpa/inet.h>
 
 #include <cerrno>
@@ -12,16 +12,16 @@ namespace {
 void test_datagram_arrives_behind_its_network_header() {
     DatagramEndpoint sender(0), receiver(1);
     const ibv_gid source = query_gid(sender.context), destination = query_gid(receiver.context);
-    ibv_ah_attr path = path_to(destination);
+    ibv_ah_attr path = make_path(destination);
     path.grh.flow_label = 0xfffabcde; // the upper 12 bits do not fit into the header
     path.grh.traffic_class = 0x5c;
     path.sl = 3;
-    ibv_ah* const ah = sender.make_address(path);
+    ibv_ah* const ah = sender.create_address_handle(path);
     fill_pattern(sender.buffer->bytes, 1000);
     CHECK(receiver.post_receive(7, 100, grh_bytes + 1000) == 0);
     CHECK(sender.send(1, ah, receiver.qp->qp_num, 0, 997, IBV_SEND_SIGNALED, test_qkey, IBV_WR_SEND_WITH_IMM) == 0);
-    CHECK(sender.expect(1).opcode == IBV_WC_SEND);
-    const ibv_wc wc = receiver.expect(7);
+    CHECK(sender.expect_completion(1).opcode == IBV_WC_SEND);
+    const ibv_wc wc = receiver.expect_completion(7);
     CHECK(wc.opcode == IBV_WC_RECV && wc.byte_len == grh_bytes + 997 && wc.src_qp == sender.qp->qp_num && wc.sl == 3);
     CHECK(wc.wc_flags == (IBV_WC_GRH | IBV_WC_WITH_IMM) && wc.imm_data == 0x12345678);
     CHECK(has_pattern(receiver.buffer->bytes + 100 + grh_bytes, 997));
@@ -38,23 +38,23 @@ void test_datagram_arrives_behind_its_network_header() {
 // A receiver answers by an address handle that it derives from the completion and the network header, for both GID
 // types.
 void test_reply_by_address_of_completion() {
-    DatagramEndpoint first_endpoint(0), other(1);
+    DatagramEndpoint first_endpoint(0), second_endpoint(1);
     for (std::uint8_t index = 0; index < 2; ++index) {
-        ibv_ah* const ah = first_endpoint.make_address(path_to(query_gid(other.context), index));
-        CHECK(other.post_receive(1, 0, 2048) == 0 && first_endpoint.post_receive(2, 0, 2048) == 0);
-        CHECK(first_endpoint.send(3, ah, other.qp->qp_num, 4096, 8) == 0);
-        first_endpoint.expect(3);
-        ibv_wc wc = other.expect(1);
-        auto* const grh = reinterpret_cast<ibv_grh*>(other.buffer->bytes);
+        ibv_ah* const ah = first_endpoint.create_address_handle(make_path(query_gid(second_endpoint.context), index));
+        CHECK(second_endpoint.post_receive(1, 0, 2048) == 0 && first_endpoint.post_receive(2, 0, 2048) == 0);
+        CHECK(first_endpoint.send(3, ah, second_endpoint.qp->qp_num, 4096, 8) == 0);
+        first_endpoint.expect_completion(3);
+        ibv_wc wc = second_endpoint.expect_completion(1);
+        auto* const grh = reinterpret_cast<ibv_grh*>(second_endpoint.buffer->bytes);
         CHECK(grh->next_hdr == (index == 0 ? 0x1b : 17));
         ibv_ah_attr path{};
-        CHECK(ibv_init_ah_from_wc(other.context, 1, &wc, grh, &path) == 0);
+        CHECK(ibv_init_ah_from_wc(second_endpoint.context, 1, &wc, grh, &path) == 0);
         CHECK(path.is_global == 1 && path.grh.sgid_index == index && path.grh.hop_limit == 64 && path.port_num == 1);
-        ibv_ah* const back = ibv_create_ah_from_wc(other.pd, &wc, grh, 1);
-        CHECK(back != nullptr && other.send(4, back, wc.src_qp, 4096, 0) == 0);
-        other.expect(4);
-        CHECK(first_endpoint.expect(2).byte_len == grh_bytes);
-        CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_ah(back) == 0);
+        ibv_ah* const return_ah = ibv_create_ah_from_wc(second_endpoint.pd, &wc, grh, 1);
+        CHECK(return_ah != nullptr && second_endpoint.send(4, return_ah, wc.src_qp, 4096, 0) == 0);
+        second_endpoint.expect_completion(4);
+        CHECK(first_endpoint.expect_completion(2).byte_len == grh_bytes);
+        CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_ah(return_ah) == 0);
     }
 }
 
@@ -71,7 +71,7 @@ void test_address_of_ipv4_header() {
     errno = 0;
     auto* const grh = reinterpret_cast<ibv_grh*>(header);
     CHECK(ibv_init_ah_from_wc(endpoint.context, 1, &wc, grh, &path) == -1 && errno == EINVAL);
-    header[31] = 0; // a wrong checksum, so the bytes are no IPv4 header, and there is no IPv6 header either
+    header[31] = 0; // with a wrong checksum, the bytes are neither an IPv4 header nor an IPv6 header
     CHECK(ibv_init_ah_from_wc(endpoint.context, 1, &wc, grh, &path) == -1 && errno == EPROTONOSUPPORT);
 }
 
@@ -82,22 +82,22 @@ void test_invalid_address_handles_are_refused() {
         errno = 0;
         CHECK(ibv_create_ah(endpoint.pd, &path) == nullptr && errno == EINVAL);
     };
-    ibv_ah_attr path = path_to(gid);
+    ibv_ah_attr path = make_path(gid);
     path.is_global = 0; // Ethernet needs a global route
     check_refused(path);
-    path = path_to(gid);
+    path = make_path(gid);
     path.port_num = 2;
     check_refused(path);
-    check_refused(path_to(gid, 2));
-    check_refused(path_to(ibv_gid{}));
+    check_refused(make_path(gid, 2));
+    check_refused(make_path(ibv_gid{}));
     // A protection domain with an address handle is busy.
     ibv_pd* const pd = ibv_alloc_pd(endpoint.context);
-    path = path_to(gid);
+    path = make_path(gid);
     ibv_ah* const ah = ibv_create_ah(pd, &path);
     CHECK(ah != nullptr && ah->pd == pd && ah->context == endpoint.context && ibv_dealloc_pd(pd) == EBUSY);
-    // It is of another domain than the queue pair.
+    // The send fails, because the address handle and the queue pair belong to different protection domains.
     CHECK(endpoint.send(1, ah, endpoint.qp->qp_num, 0, 8) == 0);
-    endpoint.expect(1, IBV_WC_LOC_QP_OP_ERR);
+    endpoint.expect_completion(1, IBV_WC_LOC_QP_OP_ERR);
     CHECK(ibv_destroy_ah(ah) == 0 && ibv_dealloc_pd(pd) == 0);
 }
 
@@ -105,50 +105,50 @@ void test_invalid_address_handles_are_refused() {
 // request. Its sender sees success.
 void test_undeliverable_datagrams_are_lost() {
     DatagramEndpoint sender(0), receiver(0);
-    ibv_ah* const ah = sender.make_address(path_to(query_gid(sender.context)));
+    ibv_ah* const ah = sender.create_address_handle(make_path(query_gid(sender.context)));
     CHECK(sender.send(1, ah, receiver.qp->qp_num, 0, 8) == 0);
-    sender.expect(1);
-    receiver.expect_nothing();
+    sender.expect_completion(1);
+    receiver.expect_no_completion();
     CHECK(receiver.post_receive(9, 0, 100) == 0);
-    receiver.expect_nothing();
+    receiver.expect_no_completion();
     CHECK(sender.send(2, ah, receiver.qp->qp_num, 0, 8, IBV_SEND_SIGNALED, test_qkey + 1) == 0);
-    sender.expect(2);
+    sender.expect_completion(2);
     CHECK(sender.send(3, ah, receiver.qp->qp_num ^ 1, 0, 8) == 0);
-    sender.expect(3);
+    sender.expect_completion(3);
     CHECK(sender.send(4, ah, multicast_qpn, 0, 8) == 0);
-    sender.expect(4);
-    receiver.expect_nothing();
+    sender.expect_completion(4);
+    receiver.expect_no_completion();
     CHECK(receiver.modify_to(IBV_QPS_RESET) == 0 && receiver.modify_to_init(test_qkey) == 0);
     CHECK(receiver.post_receive(10, 0, 100) == 0);
     CHECK(sender.send(5, ah, receiver.qp->qp_num, 0, 8) == 0);
-    sender.expect(5);
-    receiver.expect_nothing();
+    sender.expect_completion(5);
+    receiver.expect_no_completion();
     CHECK(receiver.modify_to(IBV_QPS_RTR) == 0);
     CHECK(sender.send(6, ah, receiver.qp->qp_num, 0, 8) == 0);
-    sender.expect(6);
-    receiver.expect(10);
+    sender.expect_completion(6);
+    receiver.expect_completion(10);
     CHECK(ibv_destroy_ah(ah) == 0);
 }
 
-// A request with a controlled Q_Key is sent with the Q_Key of its queue pair.
+// A request with a controlled Q_Key (bit 31 is set) is sent with the Q_Key of its queue pair.
 void test_controlled_qkey_selects_own_qkey() {
     DatagramEndpoint sender(0), receiver(0);
-    ibv_ah* const ah = sender.make_address(path_to(query_gid(sender.context)));
+    ibv_ah* const ah = sender.create_address_handle(make_path(query_gid(sender.context)));
     CHECK(receiver.post_receive(1, 0, 100) == 0);
     CHECK(sender.send(2, ah, receiver.qp->qp_num, 0, 8, IBV_SEND_SIGNALED | IBV_SEND_INLINE, 0x80000000U) == 0);
-    sender.expect(2);
-    receiver.expect(1);
+    sender.expect_completion(2);
+    receiver.expect_completion(1);
     CHECK(ibv_destroy_ah(ah) == 0);
 }
 
 void test_failed_send_leads_to_send_queue_error() {
     DatagramEndpoint endpoint;
-    ibv_ah* ah = endpoint.make_address(path_to(query_gid(endpoint.context)));
+    ibv_ah* ah = endpoint.create_address_handle(make_path(query_gid(endpoint.context)));
     const auto check_fails = [&](std::size_t length, ibv_wc_status status) {
         CHECK(endpoint.send(1, ah, endpoint.qp->qp_num, 0, length) == 0);
-        endpoint.expect(1, status);
-        CHECK(endpoint.state() == IBV_QPS_SQE && endpoint.send(2, ah, endpoint.qp->qp_num, 0, 8, 0) == 0);
-        endpoint.expect(2, IBV_WC_WR_FLUSH_ERR);
+        endpoint.expect_completion(1, status);
+        CHECK(endpoint.query_state() == IBV_QPS_SQE && endpoint.send(2, ah, endpoint.qp->qp_num, 0, 8, 0) == 0);
+        endpoint.expect_completion(2, IBV_WC_WR_FLUSH_ERR);
         CHECK(endpoint.modify_to(IBV_QPS_RTS) == 0);
     };
     CHECK(endpoint.post_receive(3, 0, 8192) == 0);
@@ -156,29 +156,29 @@ void test_failed_send_leads_to_send_queue_error() {
     endpoint.buffer->mr->lkey ^= 1;
     check_fails(8, IBV_WC_LOC_PROT_ERR);
     endpoint.buffer->mr->lkey ^= 1;
-    // The pair has kept its receive request. The longest datagram arrives, also from the pair itself.
+    // The queue pair has kept its receive request. It receives the longest datagram, which it sends to itself.
     CHECK(endpoint.send(4, ah, endpoint.qp->qp_num, 8192, mtu_bytes, 0) == 0);
-    CHECK(endpoint.expect(3).byte_len == grh_bytes + mtu_bytes);
+    CHECK(endpoint.expect_completion(3).byte_len == grh_bytes + mtu_bytes);
     // A request whose address handle is destroyed before it is sent fails.
     CHECK(endpoint.modify_to(IBV_QPS_SQD) == 0 && endpoint.send(5, ah, endpoint.qp->qp_num, 0, 8) == 0);
     CHECK(ibv_destroy_ah(ah) == 0 && endpoint.modify_to(IBV_QPS_RTS) == 0);
-    endpoint.expect(5, IBV_WC_LOC_QP_OP_ERR);
+    endpoint.expect_completion(5, IBV_WC_LOC_QP_OP_ERR);
 }
 
 void test_short_receive_is_a_local_length_error() {
     DatagramEndpoint sender(0), receiver(0);
-    ibv_ah* const ah = sender.make_address(path_to(query_gid(sender.context)));
+    ibv_ah* const ah = sender.create_address_handle(make_path(query_gid(sender.context)));
     CHECK(receiver.post_receive(1, 0, grh_bytes + 7) == 0 && receiver.post_receive(2, 0, 100) == 0);
     CHECK(sender.send(3, ah, receiver.qp->qp_num, 0, 8) == 0);
-    sender.expect(3);
-    receiver.expect(1, IBV_WC_LOC_LEN_ERR);
-    receiver.expect(2, IBV_WC_WR_FLUSH_ERR);
-    CHECK(receiver.state() == IBV_QPS_ERR && ibv_destroy_ah(ah) == 0);
+    sender.expect_completion(3);
+    receiver.expect_completion(1, IBV_WC_LOC_LEN_ERR);
+    receiver.expect_completion(2, IBV_WC_WR_FLUSH_ERR);
+    CHECK(receiver.query_state() == IBV_QPS_ERR && ibv_destroy_ah(ah) == 0);
 }
 
 void test_wrong_requests_are_refused() {
     DatagramEndpoint endpoint;
-    ibv_ah* const ah = endpoint.make_address(path_to(query_gid(endpoint.context)));
+    ibv_ah* const ah = endpoint.create_address_handle(make_path(query_gid(endpoint.context)));
     const auto send = [&](ibv_ah* address, std::uint32_t qpn, std::size_t length, unsigned flags,
                           ibv_wr_opcode opcode) {
         return endpoint.send(1, address, qpn, 0, length, flags, test_qkey, opcode);
@@ -222,7 +222,7 @@ void test_state_transitions_and_their_attributes() {
     CHECK(ibv_query_qp(endpoint.qp, &result, IBV_QP_QKEY, &init) == 0);
     CHECK(result.qkey == 6 && result.sq_psn == 0x123 && result.port_num == 1 && init.qp_type == IBV_QPT_UD);
     CHECK(endpoint.post_receive(1, 0, 8) == 0 && endpoint.modify_to(IBV_QPS_ERR) == 0);
-    endpoint.expect(1, IBV_WC_WR_FLUSH_ERR);
+    endpoint.expect_completion(1, IBV_WC_WR_FLUSH_ERR);
 }
 
 // Two pairs take their receive requests from one shared queue. The queue keeps its requests when a pair fails.
@@ -237,15 +237,15 @@ void test_pairs_share_a_receive_queue() {
     init.srq = srq;
     init.cap = {1, 1, 1, 1, 0};
     init.qp_type = IBV_QPT_UD;
-    ibv_qp* const own = sender.qp;
+    ibv_qp* const original_qp = sender.qp;
     ibv_qp* pairs[2];
     for (ibv_qp*& pair : pairs) {
         pair = sender.qp = ibv_create_qp(sender.pd, &init);
         CHECK(pair != nullptr && sender.modify_to_init(test_qkey) == 0 && sender.modify_to(IBV_QPS_RTR) == 0);
         CHECK(sender.post_receive(1, 0, 100) == EINVAL);
     }
-    sender.qp = own;
-    ibv_ah* const ah = sender.make_address(path_to(query_gid(sender.context)));
+    sender.qp = original_qp;
+    ibv_ah* const ah = sender.create_address_handle(make_path(query_gid(sender.context)));
     for (std::uint64_t id = 1; id <= 4; ++id) {
         ibv_sge sge = sender.buffer->sge(id * 4096, 8192);
         ibv_recv_wr wr{id, nullptr, &sge, 1}, *bad_wr = nullptr;
@@ -259,7 +259,7 @@ void test_pairs_share_a_receive_queue() {
         CHECK(wc.wr_id == id && wc.qp_num == pair->qp_num);
         CHECK(wc.status == (id == 3 ? IBV_WC_LOC_LEN_ERR : IBV_WC_SUCCESS));
     }
-    CHECK(next_event(sender.context).event_type == IBV_EVENT_QP_LAST_WQE_REACHED);
+    CHECK(wait_for_event(sender.context).event_type == IBV_EVENT_QP_LAST_WQE_REACHED);
     CHECK(sender.send(9, ah, pairs[0]->qp_num, 0, 8, 0) == 0);
     CHECK(sender.poll_completion().wr_id == 4);
     CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_qp(pairs[0]) == 0 && ibv_destroy_qp(pairs[1]) == 0);

@@ -1,5 +1,5 @@
-// Tests of devices, ports and GIDs as clients see them, of unimplemented context operations, and of the string
-// functions.
+// Tests of the software twin of libibverbs: devices, ports and GIDs as a program queries them, unimplemented operations
+// of a context, and the string functions.
 #include <fstream>
 
 #include "tests/ibverbs_support.hpp"
@@ -37,16 +37,18 @@ void test_device_and_port_attributes(ibv_context* context) {
     CHECK(___ibv_query_port(context, 1, &port) == 0 && std::memcmp(old_attr, &port, 48) == 0);
 }
 
-void test_gids_identify_devices(ibv_context* context, ibv_context* other) {
-    ibv_gid first{}, second{}, other_gid{};
-    CHECK(ibv_query_gid(context, 1, 0, &first) == 0 && ibv_query_gid(context, 1, 1, &second) == 0);
-    CHECK(std::memcmp(&first, &second, sizeof first) == 0 && first.raw[0] == 0xfe && first.raw[1] == 0x80);
-    CHECK(first.global.interface_id == ibv_get_device_guid(context->device));
-    CHECK(ibv_query_gid(other, 1, 1, &other_gid) == 0 && std::memcmp(&first, &other_gid, sizeof first) != 0);
-    const ibv_gid empty{};
-    CHECK(ibv_query_gid(context, 1, 3, &first) == 0 && std::memcmp(&first, &empty, sizeof first) == 0);
+void test_gids_identify_devices(ibv_context* context, ibv_context* other_context) {
+    ibv_gid first_gid{}, second_gid{}, other_gid{};
+    CHECK(ibv_query_gid(context, 1, 0, &first_gid) == 0 && ibv_query_gid(context, 1, 1, &second_gid) == 0);
+    CHECK(std::memcmp(&first_gid, &second_gid, sizeof first_gid) == 0 && first_gid.raw[0] == 0xfe &&
+          first_gid.raw[1] == 0x80);
+    CHECK(first_gid.global.interface_id == ibv_get_device_guid(context->device));
+    CHECK(ibv_query_gid(other_context, 1, 1, &other_gid) == 0 &&
+          std::memcmp(&first_gid, &other_gid, sizeof first_gid) != 0);
+    const ibv_gid empty_gid{};
+    CHECK(ibv_query_gid(context, 1, 3, &first_gid) == 0 && std::memcmp(&first_gid, &empty_gid, sizeof first_gid) == 0);
     errno = 0;
-    CHECK(ibv_query_gid(context, 1, 4, &first) == -1 && errno == EINVAL);
+    CHECK(ibv_query_gid(context, 1, 4, &first_gid) == -1 && errno == EINVAL);
     ibv_gid_entry entries[3];
     CHECK(ibv_query_gid_table(context, entries, 3, 0) == 2);
     CHECK(entries[0].gid_type == IBV_GID_TYPE_ROCE_V1 && entries[1].gid_type == IBV_GID_TYPE_ROCE_V2);
@@ -86,7 +88,8 @@ void test_unimplemented_operations_fail(Endpoint* endpoint) {
     CHECK(ibv_advise_mr(endpoint->pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, nullptr, 0) == EOPNOTSUPP);
     ibv_qp_rate_limit_attr rate{};
     CHECK(ibv_modify_qp_rate_limit(endpoint->qp, &rate) == EOPNOTSUPP);
-    // No entry of the tables is null, so a client that calls it gets an error and does not crash.
+    // No entry of the tables is null, so a program that calls an unimplemented operation gets an error and does not
+    // crash.
     auto* const extended = verbs_get_ctx(context);
     CHECK(extended != nullptr && extended->sz == sizeof *extended);
     auto* const extended_ops = reinterpret_cast<void**>(extended);

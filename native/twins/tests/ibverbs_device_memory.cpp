@@ -1,4 +1,5 @@
-// Tests of memory on the RDMA device: allocation, copies, and regions of it.
+// Tests of the software twin of libibverbs: memory on the RDMA device (ibv_alloc_dm), with allocation, copies and
+// memory regions.
 #include "tests/ibverbs_support.hpp"
 
 using namespace gdrkit::twin::tests;
@@ -7,7 +8,7 @@ namespace {
 
 constexpr unsigned device_access = unsigned{IBV_ACCESS_ZERO_BASED} | all_access;
 
-ibv_dm* allocate(ibv_context* context, std::size_t length) {
+ibv_dm* allocate_device_memory(ibv_context* context, std::size_t length) {
     ibv_alloc_dm_attr attr{};
     attr.length = length;
     errno = 0;
@@ -16,7 +17,7 @@ ibv_dm* allocate(ibv_context* context, std::size_t length) {
 
 void test_copies_are_checked() {
     Endpoint endpoint;
-    ibv_dm* const dm = allocate(endpoint.context, 4096);
+    ibv_dm* const dm = allocate_device_memory(endpoint.context, 4096);
     CHECK(dm != nullptr && dm->context == endpoint.context);
     std::uint8_t pattern[64], copy[64];
     fill_pattern(pattern, sizeof pattern);
@@ -31,16 +32,16 @@ void test_memory_of_a_device_is_limited() {
     Endpoint endpoint;
     ibv_device_attr_ex attr{};
     CHECK(ibv_query_device_ex(endpoint.context, nullptr, &attr) == 0 && attr.max_dm_size > 0);
-    CHECK(allocate(endpoint.context, attr.max_dm_size + 1) == nullptr && errno == EINVAL);
-    CHECK(allocate(endpoint.context, 0) == nullptr && errno == EINVAL);
-    ibv_dm* const dm = allocate(endpoint.context, attr.max_dm_size);
+    CHECK(allocate_device_memory(endpoint.context, attr.max_dm_size + 1) == nullptr && errno == EINVAL);
+    CHECK(allocate_device_memory(endpoint.context, 0) == nullptr && errno == EINVAL);
+    ibv_dm* const dm = allocate_device_memory(endpoint.context, attr.max_dm_size);
     CHECK(dm != nullptr);
-    CHECK(allocate(endpoint.context, 4) == nullptr && errno == ENOMEM);
+    CHECK(allocate_device_memory(endpoint.context, 4) == nullptr && errno == ENOMEM);
     CHECK(ibv_free_dm(dm) == 0);
-    ibv_alloc_dm_attr wrong{};
-    wrong.length = 4;
-    wrong.comp_mask = 1;
-    CHECK(ibv_alloc_dm(endpoint.context, &wrong) == nullptr && errno == EINVAL);
+    ibv_alloc_dm_attr wrong_attr{};
+    wrong_attr.length = 4;
+    wrong_attr.comp_mask = 1;
+    CHECK(ibv_alloc_dm(endpoint.context, &wrong_attr) == nullptr && errno == EINVAL);
 }
 
 void test_peer_writes_into_a_region_by_offsets() {
@@ -49,19 +50,19 @@ void test_peer_writes_into_a_region_by_offsets() {
     connect(&requester, &responder);
     Buffer source(requester.pd, 4096);
     fill_pattern(source.bytes, 4096);
-    ibv_dm* const dm = allocate(responder.context, 8192);
+    ibv_dm* const dm = allocate_device_memory(responder.context, 8192);
     errno = 0;
     CHECK(ibv_reg_dm_mr(responder.pd, dm, 0, 4096, all_access) == nullptr && errno == EINVAL);
     CHECK(ibv_reg_dm_mr(responder.pd, dm, 4096, 4097, device_access) == nullptr && errno == EINVAL);
-    ibv_mr* const empty = ibv_reg_dm_mr(responder.pd, dm, 0, 0, device_access);
-    CHECK(empty != nullptr && ibv_dereg_mr(empty) == 0);
+    ibv_mr* const empty_region = ibv_reg_dm_mr(responder.pd, dm, 0, 0, device_access);
+    CHECK(empty_region != nullptr && ibv_dereg_mr(empty_region) == 0);
     ibv_mr* const mr = ibv_reg_dm_mr(responder.pd, dm, 4096, 4096, device_access);
     CHECK(mr != nullptr && ibv_free_dm(dm) == EBUSY);
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, 96, mr->rkey), {source.sge(0, 4000)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 96, mr->rkey), {source.sge(0, 4000)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     std::uint8_t copy[4000];
     CHECK(ibv_memcpy_from_dm(copy, dm, 4096 + 96, sizeof copy) == 0 && has_pattern(copy, sizeof copy));
-    CHECK(requester.post(request(2, IBV_WR_RDMA_WRITE, 97, mr->rkey), {source.sge(0, 4000)}) == 0);
+    CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, 97, mr->rkey), {source.sge(0, 4000)}) == 0);
     requester.expect_completion(2, IBV_WC_REM_ACCESS_ERR);
     CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, 0) == IBV_REREG_MR_ERR_INPUT);
     CHECK(ibv_dereg_mr(mr) == 0 && ibv_free_dm(dm) == 0);

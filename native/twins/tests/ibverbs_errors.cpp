@@ -1,4 +1,5 @@
-// Tests of the errors with which a request can complete, and of their effect on both queue pairs.
+// Tests of the software twin of libibverbs: the errors with which a request can complete, and their effect on both
+// queue pairs.
 #include <sys/mman.h>
 #include <sys/time.h>
 
@@ -11,7 +12,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-double monotonic_seconds() {
+double read_monotonic_seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -25,23 +26,24 @@ void check_write_refused(const char* description, std::uint64_t remote_offset, s
     settings.access = queue_pair_access;
     Endpoint requester, responder(1, settings);
     connect(&requester, &responder);
-    Buffer from(requester.pd, 256), to(responder.pd, 128, region_access), other(responder.pd, 64);
-    CHECK(responder.post_receive(20, {other.sge(0, 8)}) == 0 && responder.post_receive(21, {other.sge(8, 8)}) == 0);
+    Buffer from(requester.pd, 256), to(responder.pd, 128, region_access), receive_buffer(responder.pd, 64);
+    CHECK(responder.post_receive(20, {receive_buffer.sge(0, 8)}) == 0 &&
+          responder.post_receive(21, {receive_buffer.sge(8, 8)}) == 0);
     CHECK(requester.post_receive(30, {}) == 0);
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(remote_offset), to.mr->rkey ^ key_change, 0),
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(remote_offset), to.mr->rkey ^ key_change, 0),
                          {from.sge(0, length)}) == 0);
-    CHECK(requester.post(request(2, IBV_WR_SEND, 0, 0, 0), {}) == 0);
+    CHECK(requester.post(make_request(2, IBV_WR_SEND, 0, 0, 0), {}) == 0);
     requester.expect_completion(1, status);
     requester.expect_completion(2, IBV_WC_WR_FLUSH_ERR);
     requester.expect_completion(30, IBV_WC_WR_FLUSH_ERR);
-    CHECK(requester.state() == IBV_QPS_ERR);
-    const ibv_async_event received = next_event(responder.context);
+    CHECK(requester.query_state() == IBV_QPS_ERR);
+    const ibv_async_event received = wait_for_event(responder.context);
     CHECK(received.event_type == event && received.element.qp == responder.qp);
-    CHECK(responder.state() == IBV_QPS_ERR);
+    CHECK(responder.query_state() == IBV_QPS_ERR);
     responder.expect_completion(20, IBV_WC_WR_FLUSH_ERR);
     responder.expect_completion(21, IBV_WC_WR_FLUSH_ERR);
     // Requests posted in the error state are flushed too.
-    CHECK(requester.post(request(3, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(3, IBV_WR_SEND), {}) == 0);
     requester.expect_completion(3, IBV_WC_WR_FLUSH_ERR);
     CHECK(!is_readable(responder.context->async_fd, 0) && !is_readable(requester.context->async_fd, 0));
 }
@@ -65,18 +67,18 @@ void test_read_and_atomic_refused() {
         Endpoint requester, responder;
         connect(&requester, &responder);
         Buffer into(requester.pd, 8), to(responder.pd, 8, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
-        CHECK(requester.post(request(1, IBV_WR_RDMA_READ, to.at(), to.mr->rkey), {into.sge(0, 8)}) == 0);
+        CHECK(requester.post(make_request(1, IBV_WR_RDMA_READ, to.address_at(), to.mr->rkey), {into.sge(0, 8)}) == 0);
         requester.expect_completion(1, IBV_WC_REM_ACCESS_ERR);
-        CHECK(next_event(responder.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
+        CHECK(wait_for_event(responder.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
     }
     Endpoint requester, responder;
     connect(&requester, &responder);
     Buffer into(requester.pd, 8), to(responder.pd, 16);
-    ibv_send_wr wr = request(2, IBV_WR_ATOMIC_FETCH_AND_ADD);
-    wr.wr.atomic = {to.at(4), 1, 0, to.mr->rkey};
+    ibv_send_wr wr = make_request(2, IBV_WR_ATOMIC_FETCH_AND_ADD);
+    wr.wr.atomic = {to.address_at(4), 1, 0, to.mr->rkey};
     CHECK(requester.post(wr, {into.sge(0, 8)}) == 0);
     requester.expect_completion(2, IBV_WC_REM_INV_REQ_ERR);
-    CHECK(next_event(responder.context).event_type == IBV_EVENT_QP_REQ_ERR);
+    CHECK(wait_for_event(responder.context).event_type == IBV_EVENT_QP_REQ_ERR);
 }
 
 void test_wrong_domain_and_deregistered_key() {
@@ -86,24 +88,25 @@ void test_wrong_domain_and_deregistered_key() {
         ibv_pd* const other_domain = ibv_alloc_pd(responder.context);
         Buffer from(requester.pd, 8);
         auto to = std::make_unique<Buffer>(other_domain, 8);
-        CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to->at(), to->mr->rkey), {from.sge(0, 8)}) == 0);
+        CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to->address_at(), to->mr->rkey), {from.sge(0, 8)}) ==
+              0);
         requester.expect_completion(1, IBV_WC_REM_ACCESS_ERR);
-        next_event(responder.context);
+        wait_for_event(responder.context);
         to.reset();
         CHECK(ibv_dealloc_pd(other_domain) == 0);
     }
     Endpoint requester, responder;
     connect(&requester, &responder);
     Buffer from(requester.pd, 8), to(responder.pd, 8);
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.sge(0, 8)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey), {from.sge(0, 8)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     const std::uint32_t key = to.mr->rkey;
     CHECK(ibv_dereg_mr(to.mr) == 0);
     to.mr = ibv_reg_mr(responder.pd, to.bytes, 8, all_access);
     CHECK(to.mr != nullptr && to.mr->rkey != key);
-    CHECK(requester.post(request(2, IBV_WR_RDMA_WRITE, to.at(), key), {from.sge(0, 8)}) == 0);
+    CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, to.address_at(), key), {from.sge(0, 8)}) == 0);
     requester.expect_completion(2, IBV_WC_REM_ACCESS_ERR);
-    next_event(responder.context);
+    wait_for_event(responder.context);
 }
 
 // Local errors of the requester do not affect the responder.
@@ -114,9 +117,9 @@ void test_local_protection_error() {
         Buffer local(requester.pd, 64, access), to(responder.pd, 64);
         ibv_sge sge = local.sge(0, 64);
         change(&sge);
-        CHECK(requester.post(request(1, opcode, to.at(), to.mr->rkey), {sge}) == 0);
+        CHECK(requester.post(make_request(1, opcode, to.address_at(), to.mr->rkey), {sge}) == 0);
         requester.expect_completion(1, IBV_WC_LOC_PROT_ERR);
-        CHECK(requester.state() == IBV_QPS_ERR && responder.state() == IBV_QPS_RTS &&
+        CHECK(requester.query_state() == IBV_QPS_ERR && responder.query_state() == IBV_QPS_RTS &&
               !is_readable(responder.context->async_fd, 0));
     };
     check_fails([](ibv_sge* sge) { sge->lkey ^= 1; }, IBV_WR_RDMA_WRITE, all_access);
@@ -126,7 +129,8 @@ void test_local_protection_error() {
     connect(&requester, &responder);
     Buffer local(requester.pd, 64), to(responder.pd, 64);
     // An rkey is not a valid lkey.
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {{local.at(), 64, local.mr->rkey}}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey),
+                         {{local.address_at(), 64, local.mr->rkey}}) == 0);
     requester.expect_completion(1, IBV_WC_LOC_PROT_ERR);
 }
 
@@ -136,16 +140,16 @@ void test_send_does_not_fit_receive_buffer() {
         connect(&requester, &responder);
         Buffer from(requester.pd, 64), to(responder.pd, 64);
         CHECK(responder.post_receive(5, {to.sge(0, 10)}) == 0);
-        CHECK(requester.post(request(1, IBV_WR_SEND), {from.sge(0, 11)}) == 0);
+        CHECK(requester.post(make_request(1, IBV_WR_SEND), {from.sge(0, 11)}) == 0);
         requester.expect_completion(1, IBV_WC_REM_INV_REQ_ERR);
         responder.expect_completion(5, IBV_WC_LOC_LEN_ERR);
-        CHECK(responder.state() == IBV_QPS_ERR);
+        CHECK(responder.query_state() == IBV_QPS_ERR);
     }
     Endpoint requester, responder;
     connect(&requester, &responder);
     Buffer from(requester.pd, 64), to(responder.pd, 64, IBV_ACCESS_REMOTE_READ);
     CHECK(responder.post_receive(5, {to.sge(0, 64)}) == 0);
-    CHECK(requester.post(request(1, IBV_WR_SEND), {from.sge(0, 11)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND), {from.sge(0, 11)}) == 0);
     requester.expect_completion(1, IBV_WC_REM_OP_ERR);
     responder.expect_completion(5, IBV_WC_LOC_PROT_ERR);
 }
@@ -160,9 +164,9 @@ void test_write_to_unmapped_memory_fails() {
     // Make the pages inaccessible instead of unmapping them, because another thread's allocation could reuse the
     // address.
     CHECK(mmap(memory, 8192, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, address_of(memory), mr->rkey), {from.sge(0, 8192)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, address_of(memory), mr->rkey), {from.sge(0, 8192)}) == 0);
     requester.expect_completion(1, IBV_WC_REM_OP_ERR);
-    CHECK(next_event(responder.context).event_type == IBV_EVENT_QP_FATAL);
+    CHECK(wait_for_event(responder.context).event_type == IBV_EVENT_QP_FATAL);
     CHECK(ibv_dereg_mr(mr) == 0);
     CHECK(munmap(memory, 8192) == 0);
 }
@@ -174,16 +178,16 @@ void test_receiver_not_ready_is_retried() {
         settings.min_rnr_timer = 14; // 1.28 ms
         Endpoint requester(0, settings), responder(0, settings);
         connect(&requester, &responder);
-        const double begin = monotonic_seconds();
-        CHECK(requester.post(request(1, IBV_WR_SEND), {}) == 0);
+        const double begin = read_monotonic_seconds();
+        CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
         requester.expect_completion(1, IBV_WC_RNR_RETRY_EXC_ERR);
-        CHECK(monotonic_seconds() - begin > 2 * 0.00128);
-        CHECK(responder.state() == IBV_QPS_RTS);
+        CHECK(read_monotonic_seconds() - begin > 2 * 0.00128);
+        CHECK(responder.query_state() == IBV_QPS_RTS);
     }
     // The value 7 means unlimited retries.
     Endpoint requester, responder;
     connect(&requester, &responder);
-    CHECK(requester.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
     usleep(30000);
     CHECK(responder.post_receive(2, {}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
@@ -200,10 +204,10 @@ void test_unreachable_peer_exceeds_retries() {
         change(&responder_address, &requester_address);
         requester.connect(responder_address);
         responder.connect(requester_address);
-        const double begin = monotonic_seconds();
-        CHECK(requester.post(request(1, IBV_WR_SEND), {}) == 0);
+        const double begin = read_monotonic_seconds();
+        CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
         requester.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
-        CHECK(monotonic_seconds() - begin >= 0.13);
+        CHECK(read_monotonic_seconds() - begin >= 0.13);
     };
     check_fails([](Address* responder, Address*) { responder->qp_num ^= 1; });
     check_fails([](Address* responder, Address*) { responder->gid.raw[15] ^= 0x80; });
@@ -216,7 +220,7 @@ void test_unreachable_peer_exceeds_retries() {
     Endpoint requester(0, settings), responder;
     requester.connect(responder.address());
     CHECK(responder.modify_to_init() == 0);
-    CHECK(requester.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
     requester.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
 }
 
@@ -225,15 +229,15 @@ void test_destroyed_peer_exceeds_retries() {
     auto responder = std::make_unique<Endpoint>();
     connect(&requester, responder.get());
     CHECK(responder->post_receive(1, {}) == 0);
-    CHECK(requester.post(request(2, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(2, IBV_WR_SEND), {}) == 0);
     requester.expect_completion(2, IBV_WC_SUCCESS);
     responder->expect_completion(1, IBV_WC_SUCCESS);
     responder.reset();
-    // As on hardware, the loss is reported only after retries. The twin shortens their time to 100 ms.
-    const double begin = monotonic_seconds();
-    CHECK(requester.post(request(3, IBV_WR_SEND), {}) == 0);
+    // Like hardware, the twin reports the loss only after retries. It shortens the time of the retries to 100 ms.
+    const double begin = read_monotonic_seconds();
+    CHECK(requester.post(make_request(3, IBV_WR_SEND), {}) == 0);
     requester.expect_completion(3, IBV_WC_RETRY_EXC_ERR);
-    CHECK(monotonic_seconds() - begin >= 0.1);
+    CHECK(read_monotonic_seconds() - begin >= 0.1);
 }
 
 void test_reads_need_rd_atomic() {
@@ -242,26 +246,26 @@ void test_reads_need_rd_atomic() {
     Endpoint requester(0, settings), responder;
     connect(&requester, &responder);
     Buffer into(requester.pd, 8), to(responder.pd, 8);
-    CHECK(requester.post(request(1, IBV_WR_RDMA_READ, to.at(), to.mr->rkey), {into.sge(0, 8)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_READ, to.address_at(), to.mr->rkey), {into.sge(0, 8)}) == 0);
     requester.expect_completion(1, IBV_WC_LOC_QP_OP_ERR);
 }
 
 void test_invalid_requests_are_refused() {
     Endpoint requester, responder;
     Buffer from(requester.pd, 512);
-    CHECK(requester.post(request(1, IBV_WR_SEND), {}) == EINVAL && requester.post_receive(1, {}) == EINVAL);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == EINVAL && requester.post_receive(1, {}) == EINVAL);
     connect(&requester, &responder);
     const ibv_sge sge = from.sge(0, 8);
-    CHECK(requester.post(request(1, IBV_WR_SEND), {sge, sge, sge, sge, sge}) == EINVAL);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND), {sge, sge, sge, sge, sge}) == EINVAL);
     CHECK(requester.post_receive(1, {sge, sge, sge, sge, sge}) == EINVAL);
-    CHECK(requester.post(request(1, IBV_WR_SEND, 0, 0, IBV_SEND_INLINE), {from.sge(0, 65)}) == EINVAL);
-    CHECK(requester.post(request(1, IBV_WR_RDMA_READ, 0, 0, IBV_SEND_INLINE), {sge}) == EINVAL);
-    CHECK(requester.post(request(1, IBV_WR_ATOMIC_FETCH_AND_ADD), {from.sge(0, 4)}) == EINVAL);
-    CHECK(requester.post(request(1, IBV_WR_TSO), {}) == EOPNOTSUPP);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND, 0, 0, IBV_SEND_INLINE), {from.sge(0, 65)}) == EINVAL);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_READ, 0, 0, IBV_SEND_INLINE), {sge}) == EINVAL);
+    CHECK(requester.post(make_request(1, IBV_WR_ATOMIC_FETCH_AND_ADD), {from.sge(0, 4)}) == EINVAL);
+    CHECK(requester.post(make_request(1, IBV_WR_TSO), {}) == EOPNOTSUPP);
     // A count without a list is refused before the list is read.
-    ibv_send_wr no_list = request(1, IBV_WR_SEND), *bad = nullptr;
-    no_list.num_sge = 2;
-    CHECK(ibv_post_send(requester.qp, &no_list, &bad) == EINVAL && bad == &no_list);
+    ibv_send_wr request_without_list = make_request(1, IBV_WR_SEND), *bad_wr = nullptr;
+    request_without_list.num_sge = 2;
+    CHECK(ibv_post_send(requester.qp, &request_without_list, &bad_wr) == EINVAL && bad_wr == &request_without_list);
     for (std::uint32_t count = 0; count < requester.settings.receive_wr; ++count) {
         CHECK(requester.post_receive(count, {}) == 0);
     }

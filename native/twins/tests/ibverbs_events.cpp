@@ -1,4 +1,4 @@
-// Tests of completion channels and asynchronous events.
+// Tests of the software twin of libibverbs: completion channels and asynchronous events.
 #include <fcntl.h>
 
 #include <atomic>
@@ -10,7 +10,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-Settings channel_settings() {
+Settings make_channel_settings() {
     Settings settings;
     settings.has_channel = true;
     return settings;
@@ -25,18 +25,18 @@ void get_and_ack_event(Endpoint* endpoint) {
 }
 
 void test_one_event_per_arming() {
-    Endpoint requester(0, channel_settings()), responder(0, channel_settings());
+    Endpoint requester(0, make_channel_settings()), responder(0, make_channel_settings());
     connect(&requester, &responder);
     CHECK(responder.post_receive(1, {}) == 0 && responder.post_receive(2, {}) == 0 &&
           responder.post_receive(3, {}) == 0);
     CHECK(ibv_req_notify_cq(responder.cq, 0) == 0);
-    CHECK(requester.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
     CHECK(is_readable(responder.channel->fd, 10000));
     get_and_ack_event(&responder);
     responder.expect_completion(1, IBV_WC_SUCCESS);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     // Without another ibv_req_notify_cq a completion raises no event.
-    CHECK(requester.post(request(2, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(2, IBV_WR_SEND), {}) == 0);
     responder.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(!is_readable(responder.channel->fd, 0));
     CHECK(!is_readable(requester.channel->fd, 0));
@@ -44,7 +44,7 @@ void test_one_event_per_arming() {
     CHECK(ibv_req_notify_cq(responder.cq, 0) == 0);
     std::thread sender([&] {
         usleep(20000);
-        CHECK(requester.post(request(3, IBV_WR_SEND), {}) == 0);
+        CHECK(requester.post(make_request(3, IBV_WR_SEND), {}) == 0);
     });
     get_and_ack_event(&responder);
     sender.join();
@@ -57,16 +57,16 @@ void test_one_event_per_arming() {
 }
 
 void test_solicited_events_only() {
-    Endpoint requester, responder(0, channel_settings());
+    Endpoint requester, responder(0, make_channel_settings());
     connect(&requester, &responder);
     for (std::uint64_t id = 1; id <= 3; ++id) {
         CHECK(responder.post_receive(id, {}) == 0);
     }
     CHECK(ibv_req_notify_cq(responder.cq, 1) == 0);
-    CHECK(requester.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
     responder.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(!is_readable(responder.channel->fd, 0));
-    CHECK(requester.post(request(2, IBV_WR_SEND, 0, 0, IBV_SEND_SIGNALED | IBV_SEND_SOLICITED), {}) == 0);
+    CHECK(requester.post(make_request(2, IBV_WR_SEND, 0, 0, IBV_SEND_SIGNALED | IBV_SEND_SOLICITED), {}) == 0);
     responder.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(is_readable(responder.channel->fd, 10000));
     get_and_ack_event(&responder);
@@ -78,11 +78,11 @@ void test_solicited_events_only() {
 }
 
 void test_destroy_waits_for_acknowledgement() {
-    Endpoint requester, responder(0, channel_settings());
+    Endpoint requester, responder(0, make_channel_settings());
     connect(&requester, &responder);
     CHECK(responder.post_receive(1, {}) == 0);
     CHECK(ibv_req_notify_cq(responder.cq, 0) == 0);
-    CHECK(requester.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
     ibv_cq* cq = nullptr;
     void* cq_context = nullptr;
     CHECK(ibv_get_cq_event(responder.channel, &cq, &cq_context) == 0);
@@ -104,11 +104,11 @@ void test_destroy_waits_for_acknowledgement() {
 
 // Destroying a completion queue removes the events that the application has not read.
 void test_destroy_drops_unread_events() {
-    Endpoint requester, responder(0, channel_settings());
+    Endpoint requester, responder(0, make_channel_settings());
     connect(&requester, &responder);
     CHECK(responder.post_receive(1, {}) == 0);
     CHECK(ibv_req_notify_cq(responder.cq, 0) == 0);
-    CHECK(requester.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
     CHECK(is_readable(responder.channel->fd, 10000));
     CHECK(ibv_destroy_qp(responder.qp) == 0);
     responder.qp = nullptr;
@@ -124,11 +124,11 @@ void test_cq_overrun_raises_events() {
     connect(&requester, &responder);
     for (std::uint64_t id = 1; id <= 3; ++id) {
         CHECK(responder.post_receive(id, {}) == 0);
-        CHECK(requester.post(request(id, IBV_WR_SEND, 0, 0, 0), {}) == 0);
+        CHECK(requester.post(make_request(id, IBV_WR_SEND, 0, 0, 0), {}) == 0);
     }
     bool has_cq_event = false, has_qp_event = false;
     for (int count = 0; count < 2; ++count) {
-        const ibv_async_event event = next_event(responder.context);
+        const ibv_async_event event = wait_for_event(responder.context);
         has_cq_event |= event.event_type == IBV_EVENT_CQ_ERR && event.element.cq == responder.cq;
         has_qp_event |= event.event_type == IBV_EVENT_QP_FATAL && event.element.qp == responder.qp;
     }
@@ -144,11 +144,11 @@ void test_drained_send_queue_raises_event() {
     attr.qp_state = IBV_QPS_SQD;
     attr.en_sqd_async_notify = 1;
     CHECK(ibv_modify_qp(requester.qp, &attr, IBV_QP_STATE | IBV_QP_EN_SQD_ASYNC_NOTIFY) == 0);
-    const ibv_async_event event = next_event(requester.context);
+    const ibv_async_event event = wait_for_event(requester.context);
     CHECK(event.event_type == IBV_EVENT_SQ_DRAINED && event.element.qp == requester.qp);
     // The request is queued, but it does not start before the queue pair is in RTS again.
     CHECK(responder.post_receive(1, {}) == 0);
-    CHECK(requester.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
     ibv_wc wc{};
     usleep(20000);
     CHECK(ibv_poll_cq(requester.cq, 1, &wc) == 0);

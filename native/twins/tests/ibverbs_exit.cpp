@@ -1,5 +1,5 @@
-// Test of a process that ends as soon as it has polled its last receive completion. At that time its peer must have the
-// acknowledgement.
+// Test of the software twin of libibverbs: a process ends as soon as it has polled its last receive completion. At that
+// time, its peer must have the acknowledgement.
 #include <sched.h>
 
 #include <memory>
@@ -13,10 +13,10 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-// Give the lowest priority to this thread, and to the threads that the twin starts from it: they run only when no other
-// thread of this program wants to run. So when such a thread pushes a completion, the thread that waits for the
+// Give the lowest priority to this thread, and to the threads that the twin starts from it. They run only when no other
+// thread of this program is ready to run. So when such a thread pushes a completion, the thread that waits for the
 // completion preempts it at once.
-void yield_to_every_other_thread() {
+void set_lowest_priority() {
     cpu_set_t cpus;
     CHECK(sched_getaffinity(0, sizeof cpus, &cpus) == 0);
     int cpu = 0;
@@ -30,14 +30,14 @@ void yield_to_every_other_thread() {
     CHECK(sched_setscheduler(0, SCHED_IDLE, &lowest) == 0);
 }
 
-// Body of the second process: receives one message and ends at once.
+// The second process runs this function. It receives one message and ends at once.
 int run_receiver(int socket) {
     Settings settings;
     settings.has_channel = true;
     std::unique_ptr<Endpoint> endpoint;
     // The threads of the queue pair inherit the scheduling of the thread that creates it.
     std::thread([&] {
-        yield_to_every_other_thread();
+        set_lowest_priority();
         endpoint = std::make_unique<Endpoint>(1, settings);
     }).join();
     send_value(socket, endpoint->address());
@@ -61,7 +61,7 @@ void test_receiver_may_end_after_its_last_completion() {
         send_value(peer.socket.get(), endpoint.address());
         endpoint.connect(address);
         CHECK(receive_value<char>(peer.socket.get()) == 'r');
-        CHECK(endpoint.post(request(1, IBV_WR_SEND), {}) == 0);
+        CHECK(endpoint.post(make_request(1, IBV_WR_SEND), {}) == 0);
         endpoint.expect_completion(1, IBV_WC_SUCCESS);
         CHECK(peer.wait() == 0);
     }

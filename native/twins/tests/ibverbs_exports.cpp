@@ -1,5 +1,5 @@
-// Tests that the library exports exactly what the contract lists, and that unimplemented functions fail by their
-// conventions.
+// Tests of the functions that the software twin of libibverbs exports: exactly the functions that the contract (a list
+// in native/twins/contracts) lists. Unimplemented functions fail by their conventions.
 #include <dlfcn.h>
 #include <elf.h>
 
@@ -24,7 +24,7 @@ std::string read_file(const std::string& path) {
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-std::vector<std::string> contract_lines(const std::string& name) {
+std::vector<std::string> read_contract_lines(const std::string& name) {
     std::ifstream file(std::string(GDRKIT_CONTRACTS "/") + name);
     CHECK(file.is_open());
     std::vector<std::string> lines;
@@ -40,16 +40,17 @@ std::vector<std::string> contract_lines(const std::string& name) {
 class Exports {
 public:
     explicit Exports(const std::string& path) : file_(read_file(path)) {
-        const auto& header = at<Elf64_Ehdr>(0);
-        sections_ = &at<Elf64_Shdr>(header.e_shoff);
+        const auto& header = view_at<Elf64_Ehdr>(0);
+        sections_ = &view_at<Elf64_Shdr>(header.e_shoff);
         section_count_ = header.e_shnum;
         read_versions();
-        const Elf64_Shdr& symbols = section(SHT_DYNSYM);
-        const Elf64_Shdr& version_numbers = section(SHT_GNU_versym);
+        const Elf64_Shdr& symbols = find_section(SHT_DYNSYM);
+        const Elf64_Shdr& version_numbers = find_section(SHT_GNU_versym);
         for (std::size_t index = 0; index < symbols.sh_size / sizeof(Elf64_Sym); ++index) {
-            const auto& symbol = at<Elf64_Sym>(symbols.sh_offset + index * sizeof(Elf64_Sym));
-            const auto version_number = at<Elf64_Half>(version_numbers.sh_offset + index * sizeof(Elf64_Half));
-            // The linker defines an absolute symbol for each version, and on some processors one for a section.
+            const auto& symbol = view_at<Elf64_Sym>(symbols.sh_offset + index * sizeof(Elf64_Sym));
+            const auto version_number = view_at<Elf64_Half>(version_numbers.sh_offset + index * sizeof(Elf64_Half));
+            // The linker defines an absolute symbol for each version, and on some processors also a symbol for a
+            // section.
             if (symbol.st_shndx != SHN_UNDEF && symbol.st_shndx != SHN_ABS &&
                 ELF64_ST_TYPE(symbol.st_info) != STT_SECTION) {
                 const bool is_hidden = (version_number & 0x8000) != 0; // not the default version of the symbol
@@ -61,11 +62,11 @@ public:
     [[nodiscard]] const std::set<std::string>& names() const { return names_; }
 
 private:
-    template <typename Type> const Type& at(std::size_t offset) const {
+    template <typename Type> const Type& view_at(std::size_t offset) const {
         CHECK(offset + sizeof(Type) <= file_.size());
         return *reinterpret_cast<const Type*>(file_.data() + offset);
     }
-    [[nodiscard]] const Elf64_Shdr& section(unsigned type) const {
+    [[nodiscard]] const Elf64_Shdr& find_section(unsigned type) const {
         for (std::size_t index = 0; index < section_count_; ++index) {
             if (sections_[index].sh_type == type) {
                 return sections_[index];
@@ -78,11 +79,11 @@ private:
         return file_.data() + sections_[section_with_strings.sh_link].sh_offset + offset;
     }
     void read_versions() {
-        const Elf64_Shdr& definitions = section(SHT_GNU_verdef);
+        const Elf64_Shdr& definitions = find_section(SHT_GNU_verdef);
         std::size_t offset = definitions.sh_offset;
         for (unsigned count = 0; count < definitions.sh_info; ++count) {
-            const auto& definition = at<Elf64_Verdef>(offset);
-            const auto& name = at<Elf64_Verdaux>(offset + definition.vd_aux);
+            const auto& definition = view_at<Elf64_Verdef>(offset);
+            const auto& name = view_at<Elf64_Verdaux>(offset + definition.vd_aux);
             versions_[definition.vd_ndx] = string_at(definitions, name.vda_name);
             offset += definition.vd_next;
         }
@@ -95,21 +96,21 @@ private:
     std::set<std::string> names_;
 };
 
-// Return name@version for name@@version, which marks a default version.
-std::string without_default_mark(std::string name) {
+// Return name@version for name@@version. The second @ marks the default version of a symbol.
+std::string remove_default_mark(std::string name) {
     const auto mark = name.find("@@");
     return mark == std::string::npos ? name : name.erase(mark, 1);
 }
 
-// The private entries, each under every number, as lines of ibverbs.conventions, for example
-// "verbs_set_ops@IBVERBS_PRIVATE_34 void". `is_default` says whether the number is the first one.
+// A private entry with one of its version numbers, as a line of ibverbs.conventions, for example
+// "verbs_set_ops@IBVERBS_PRIVATE_34 void". `is_default` is true for the first number.
 struct PrivateEntry {
     std::string line;
     bool is_default;
 };
 
-std::vector<PrivateEntry> private_entries() {
-    const std::vector<std::string> lines = contract_lines("ibverbs_private.conventions");
+std::vector<PrivateEntry> read_private_entries() {
+    const std::vector<std::string> lines = read_contract_lines("ibverbs_private.conventions");
     std::istringstream first_line(lines.at(0));
     std::string number;
     CHECK(first_line >> number && number == "numbers");
@@ -130,11 +131,11 @@ std::vector<PrivateEntry> private_entries() {
 void test_exports_match_contract() {
     const Exports exports(GDRKIT_LIBRARY);
     std::set<std::string> contract;
-    for (const std::string& line : contract_lines("ibverbs.symbols")) {
+    for (const std::string& line : read_contract_lines("ibverbs.symbols")) {
         CHECK(contract.insert(line).second);
     }
     std::set<std::string> exported_names, conventions;
-    for (const PrivateEntry& entry : private_entries()) {
+    for (const PrivateEntry& entry : read_private_entries()) {
         std::string name = entry.line.substr(0, entry.line.find(' '));
         CHECK(conventions.insert(name).second);
         if (entry.is_default) {
@@ -154,21 +155,21 @@ void test_exports_match_contract() {
     }
     CHECK(exports.names() == contract);
     for (const std::string& name : contract) {
-        CHECK(exported_names.insert(without_default_mark(name)).second);
+        CHECK(exported_names.insert(remove_default_mark(name)).second);
     }
-    for (const std::string& line : contract_lines("ibverbs.conventions")) {
+    for (const std::string& line : read_contract_lines("ibverbs.conventions")) {
         CHECK(conventions.insert(line.substr(0, line.find(' '))).second);
     }
     CHECK(exported_names == conventions);
 }
 
-// The type with which every function can be called: unimplemented functions ignore their arguments, and up to six
-// arguments are passed in registers.
+// A type by which the test can call every function, because unimplemented functions ignore their arguments, and up to
+// six arguments are passed in registers.
 using AnyFunction = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
 
 void check_convention(void* library, const std::string& line) {
-    const auto space = line.find(' '), at = line.find('@');
-    const std::string name = line.substr(0, at), version = line.substr(at + 1, space - at - 1);
+    const auto space = line.find(' '), at_sign = line.find('@');
+    const std::string name = line.substr(0, at_sign), version = line.substr(at_sign + 1, space - at_sign - 1);
     const std::string convention = line.substr(space + 1);
     void* const address = dlvsym(library, name.c_str(), version.c_str());
     CHECK(address != nullptr);
@@ -200,10 +201,10 @@ int main() {
     test_exports_match_contract();
     void* const library = dlopen(GDRKIT_LIBRARY, RTLD_NOW);
     CHECK(library != nullptr);
-    for (const std::string& line : contract_lines("ibverbs.conventions")) {
+    for (const std::string& line : read_contract_lines("ibverbs.conventions")) {
         check_convention(library, line);
     }
-    for (const PrivateEntry& entry : private_entries()) {
+    for (const PrivateEntry& entry : read_private_entries()) {
         check_convention(library, entry.line);
     }
     return 0;

@@ -1,4 +1,5 @@
-// Tests of extended completion queues, of parent domains, and of resizing a completion queue.
+// Tests of the software twin of libibverbs: extended completion queues, parent domains, and resizing a completion
+// queue.
 #include <ctime>
 
 #include "tests/ibverbs_support.hpp"
@@ -10,24 +11,24 @@ namespace {
 constexpr std::uint64_t all_wc_flags = std::uint64_t{IBV_WC_STANDARD_FLAGS} | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP |
                                        IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
 
-ibv_cq_init_attr_ex cq_attributes(std::uint32_t cqe, std::uint64_t wc_flags) {
+ibv_cq_init_attr_ex make_cq_attributes(std::uint32_t cqe, std::uint64_t wc_flags) {
     ibv_cq_init_attr_ex attr{};
     attr.cqe = cqe;
     attr.wc_flags = wc_flags;
     return attr;
 }
 
-Settings channel_settings() {
+Settings make_channel_settings() {
     Settings settings;
     settings.has_channel = true;
     return settings;
 }
 
-// Two connected queue pairs. The completions of the second go to an extended completion queue, which uses the
+// Two connected queue pairs. The completions of the receiver go to an extended completion queue, which uses the
 // completion channel of the receiver.
 struct Pair {
     Endpoint sender{0};
-    Endpoint receiver{1, channel_settings()};
+    Endpoint receiver{1, make_channel_settings()};
     Buffer source{sender.pd, 4096};
     Buffer target{receiver.pd, 4096};
     ibv_cq_ex* cq;
@@ -55,12 +56,12 @@ struct Pair {
 
     void send(std::uint64_t wr_id, std::uint32_t length, std::uint32_t immediate) {
         CHECK(receiver.post_receive(wr_id, {target.sge(0, 4096)}) == 0);
-        ibv_send_wr wr = request(1, IBV_WR_SEND_WITH_IMM);
+        ibv_send_wr wr = make_request(1, IBV_WR_SEND_WITH_IMM);
         wr.imm_data = immediate;
         CHECK(sender.post(wr, {source.sge(0, length)}) == 0);
         sender.expect_completion(1, IBV_WC_SUCCESS);
     }
-    // Send, and wait until the receive completion is in the queue. It may follow the completion of the send.
+    // Send, and wait until the receive completion is in the queue. It may arrive after the completion of the send.
     void send_and_wait(std::uint64_t wr_id, std::uint32_t immediate) {
         CHECK(ibv_req_notify_cq(ibv_cq_ex_to_cq(cq), 0) == 0);
         send(wr_id, 8, immediate);
@@ -70,7 +71,7 @@ struct Pair {
         CHECK(ibv_get_cq_event(receiver.channel, &event_cq, &cq_context) == 0 && event_cq == ibv_cq_ex_to_cq(cq));
         ibv_ack_cq_events(event_cq, 1);
     }
-    // Start to poll; fail the test after ten seconds without a completion.
+    // Start to poll. Fail the test after ten seconds without a completion.
     void start_poll() {
         ibv_poll_cq_attr attr{};
         int error = ENOENT;
@@ -84,7 +85,7 @@ struct Pair {
     }
 };
 
-std::uint64_t cycles_now(ibv_context* context) {
+std::uint64_t read_clock_cycles(ibv_context* context) {
     ibv_values_ex values{};
     values.comp_mask = IBV_VALUES_MASK_RAW_CLOCK;
     CHECK(ibv_query_rt_values_ex(context, &values) == 0);
@@ -93,12 +94,12 @@ std::uint64_t cycles_now(ibv_context* context) {
 }
 
 void test_completion_is_read_field_by_field() {
-    Pair pair(cq_attributes(16, all_wc_flags));
+    Pair pair(make_cq_attributes(16, all_wc_flags));
     ibv_poll_cq_attr attr{};
     CHECK(ibv_start_poll(pair.cq, &attr) == ENOENT);
     attr.comp_mask = 1;
     CHECK(ibv_start_poll(pair.cq, &attr) == EINVAL);
-    const std::uint64_t cycles_before = cycles_now(pair.receiver.context);
+    const std::uint64_t cycles_before = read_clock_cycles(pair.receiver.context);
     const std::time_t time_before = std::time(nullptr);
     pair.send(77, 100, 0xabcd);
     pair.send(78, 0, 0xef01);
@@ -120,12 +121,12 @@ void test_completion_is_read_field_by_field() {
     CHECK(ibv_next_poll(pair.cq) == ENOENT);
     ibv_end_poll(pair.cq);
     CHECK(cycles_before < first_cycles && first_cycles < second_cycles);
-    CHECK(second_cycles < cycles_now(pair.receiver.context));
+    CHECK(second_cycles < read_clock_cycles(pair.receiver.context));
     CHECK(wallclock_ns / 1'000'000'000 + 1 >= static_cast<std::uint64_t>(time_before));
 }
 
 void test_both_kinds_of_poll_work_on_an_extended_queue() {
-    Pair pair(cq_attributes(16, 0));
+    Pair pair(make_cq_attributes(16, 0));
     CHECK(pair.cq->read_byte_len == nullptr && pair.cq->read_completion_ts == nullptr);
     pair.send(1, 8, 0);
     pair.send(2, 8, 0);
@@ -141,20 +142,20 @@ void test_both_kinds_of_poll_work_on_an_extended_queue() {
 
 void test_unsupported_attributes_are_refused() {
     Endpoint endpoint;
-    const auto check_fails = [&](const ibv_cq_init_attr_ex& wanted, int error) {
-        ibv_cq_init_attr_ex attr = wanted;
+    const auto check_fails = [&](const ibv_cq_init_attr_ex& requested_attr, int error) {
+        ibv_cq_init_attr_ex attr = requested_attr;
         errno = 0;
         CHECK(ibv_create_cq_ex(endpoint.context, &attr) == nullptr && errno == error);
     };
-    check_fails(cq_attributes(16, IBV_WC_EX_WITH_CVLAN), EOPNOTSUPP);
-    check_fails(cq_attributes(16, IBV_WC_EX_WITH_FLOW_TAG), EOPNOTSUPP);
-    check_fails(cq_attributes(16, IBV_WC_EX_WITH_TM_INFO), EOPNOTSUPP);
-    check_fails(cq_attributes(0, 0), EINVAL);
-    check_fails(cq_attributes((1U << 20) + 1, 0), EINVAL);
-    ibv_cq_init_attr_ex attr = cq_attributes(16, 0);
+    check_fails(make_cq_attributes(16, IBV_WC_EX_WITH_CVLAN), EOPNOTSUPP);
+    check_fails(make_cq_attributes(16, IBV_WC_EX_WITH_FLOW_TAG), EOPNOTSUPP);
+    check_fails(make_cq_attributes(16, IBV_WC_EX_WITH_TM_INFO), EOPNOTSUPP);
+    check_fails(make_cq_attributes(0, 0), EINVAL);
+    check_fails(make_cq_attributes((1U << 20) + 1, 0), EINVAL);
+    ibv_cq_init_attr_ex attr = make_cq_attributes(16, 0);
     attr.comp_vector = 1;
     check_fails(attr, EINVAL);
-    attr = cq_attributes(16, 0);
+    attr = make_cq_attributes(16, 0);
     attr.comp_mask = 1U << 2;
     check_fails(attr, EINVAL);
     attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
@@ -166,7 +167,7 @@ void test_unsupported_attributes_are_refused() {
 }
 
 void test_ignored_overrun_keeps_the_last_completions() {
-    ibv_cq_init_attr_ex attr = cq_attributes(2, IBV_WC_EX_WITH_IMM);
+    ibv_cq_init_attr_ex attr = make_cq_attributes(2, IBV_WC_EX_WITH_IMM);
     attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
     attr.flags = IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN | IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
     Pair pair(attr);
@@ -181,7 +182,7 @@ void test_ignored_overrun_keeps_the_last_completions() {
 }
 
 void test_resize_keeps_waiting_completions() {
-    Pair pair(cq_attributes(2, 0));
+    Pair pair(make_cq_attributes(2, 0));
     pair.send_and_wait(1, 0);
     pair.send_and_wait(2, 0);
     ibv_cq* const cq = ibv_cq_ex_to_cq(pair.cq);
@@ -202,9 +203,9 @@ void test_device_reports_its_clock() {
     ibv_device_attr_ex attr{};
     CHECK(ibv_query_device_ex(endpoint.context, nullptr, &attr) == 0);
     CHECK(attr.completion_timestamp_mask != 0 && attr.hca_core_clock != 0);
-    const std::uint64_t before = cycles_now(endpoint.context);
+    const std::uint64_t cycles_before = read_clock_cycles(endpoint.context);
     usleep(20000);
-    const std::uint64_t elapsed_us = (cycles_now(endpoint.context) - before) * 1000 / attr.hca_core_clock;
+    const std::uint64_t elapsed_us = (read_clock_cycles(endpoint.context) - cycles_before) * 1000 / attr.hca_core_clock;
     CHECK(elapsed_us >= 19000 && elapsed_us < 10'000'000);
     ibv_values_ex values{};
     values.comp_mask = 1U << 1;
@@ -222,7 +223,7 @@ void test_parent_domain_shares_the_objects_of_its_domain() {
     ibv_pd* const parent = ibv_alloc_parent_domain(endpoint.context, &attr);
     CHECK(parent != nullptr && parent != endpoint.pd);
     CHECK(ibv_dealloc_td(td) == EBUSY && ibv_dealloc_pd(endpoint.pd) == EBUSY);
-    ibv_cq_init_attr_ex cq_attr = cq_attributes(8, 0);
+    ibv_cq_init_attr_ex cq_attr = make_cq_attributes(8, 0);
     cq_attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_PD;
     cq_attr.parent_domain = parent;
     ibv_cq_ex* const cq = ibv_create_cq_ex(endpoint.context, &cq_attr);
@@ -235,7 +236,8 @@ void test_parent_domain_shares_the_objects_of_its_domain() {
         Buffer source(parent, 4096);
         Buffer target(peer.pd, 4096);
         fill_pattern(source.bytes, 4096);
-        CHECK(endpoint.post(request(1, IBV_WR_RDMA_WRITE, target.at(), target.mr->rkey), {source.sge(0, 4096)}) == 0);
+        CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey),
+                            {source.sge(0, 4096)}) == 0);
         endpoint.expect_completion(1, IBV_WC_SUCCESS);
         CHECK(has_pattern(target.bytes, 4096));
     }

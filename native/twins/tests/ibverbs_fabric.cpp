@@ -1,4 +1,5 @@
-// Tests of the TCP fabric: two processes with the addresses 127.0.0.1 and 127.0.0.2, as two machines.
+// Tests of the software twin of libibverbs: the TCP fabric, which connects twins on several machines. Two processes
+// with the addresses 127.0.0.1 and 127.0.0.2 act as two machines.
 #include <netinet/in.h>
 #include <signal.h>
 
@@ -16,7 +17,7 @@ namespace wire = gdrkit::twin::verbs::wire;
 namespace {
 
 constexpr std::size_t target_bytes = 3UL << 20;
-constexpr const char* own_secret = "a secret of the test";
+constexpr const char* test_secret = "a secret of the test";
 
 struct Target {
     Address address;
@@ -31,14 +32,14 @@ FabricAddress make_fabric_address(const Address& address) {
     return fabric_address;
 }
 
-// Start the second process as another machine.
+// A second process that acts as another machine.
 struct OtherMachine : PeerProcess {
-    explicit OtherMachine(const char* secret = own_secret) : PeerProcess(start(secret)) {}
+    explicit OtherMachine(const char* secret = test_secret) : PeerProcess(start(secret)) {}
 
 private:
     static PeerProcess start(const char* secret) {
         CHECK(setenv("GDRKIT_TWINS_FABRIC", "tcp://127.0.0.2", 1) == 0);
-        // Otherwise the two processes would also meet by the names of one machine.
+        // Without another domain, the two processes would find each other by the names of one machine.
         CHECK(setenv("GDRKIT_TWINS_DOMAIN", ("other." + std::to_string(getpid())).c_str(), 1) == 0);
         CHECK(setenv("GDRKIT_TWINS_FABRIC_SECRET", secret, 1) == 0);
         return PeerProcess();
@@ -47,27 +48,27 @@ private:
 
 // Receive a datagram with the pattern and send it back.
 void return_datagram(const DatagramEndpoint& endpoint) {
-    ibv_wc wc = endpoint.expect(7);
+    ibv_wc wc = endpoint.expect_completion(7);
     CHECK(wc.byte_len == grh_bytes + 1000 && has_pattern(endpoint.buffer->bytes + grh_bytes, 1000));
     ibv_ah* const ah = ibv_create_ah_from_wc(endpoint.pd, &wc, reinterpret_cast<ibv_grh*>(endpoint.buffer->bytes), 1);
     CHECK(ah != nullptr && endpoint.send(8, ah, wc.src_qp, grh_bytes, 1000) == 0);
-    endpoint.expect(8);
+    endpoint.expect_completion(8);
     CHECK(ibv_destroy_ah(ah) == 0);
 }
 
-// Body of the second process: serves requests until the first process closes the socket, and returns a datagram for
-// each byte that arrives on the socket.
+// The second process runs this function. It serves requests until the first process closes the socket, and returns a
+// datagram for each byte that arrives on the socket.
 int run_target(int socket) {
     Endpoint endpoint(0);
-    const DatagramEndpoint datagrams(0);
+    const DatagramEndpoint datagram_endpoint(0);
     Buffer memory(endpoint.pd, target_bytes);
-    send_value(socket, Target{endpoint.address(), memory.at(), memory.mr->rkey, datagrams.qp->qp_num});
+    send_value(socket, Target{endpoint.address(), memory.address_at(), memory.mr->rkey, datagram_endpoint.qp->qp_num});
     endpoint.connect(receive_value<Address>(socket));
-    CHECK(endpoint.post_receive(1, {memory.sge(0, 1000)}) == 0 && datagrams.post_receive(7, 0, 4096) == 0);
+    CHECK(endpoint.post_receive(1, {memory.sge(0, 1000)}) == 0 && datagram_endpoint.post_receive(7, 0, 4096) == 0);
     send_value(socket, 'r');
     char byte = 0;
     while (recv_all(socket, &byte, 1)) {
-        return_datagram(datagrams);
+        return_datagram(datagram_endpoint);
     }
     return 0;
 }
@@ -86,22 +87,23 @@ void test_every_operation_reaches_other_machine() {
     const Target target = connect_to_target(&endpoint, machine);
     const Address own_address = endpoint.address();
     CHECK(std::memcmp(&target.address.gid, &own_address.gid, sizeof(ibv_gid)) != 0);
-    Buffer from(endpoint.pd, target_bytes), back(endpoint.pd, target_bytes);
+    Buffer from(endpoint.pd, target_bytes), readback(endpoint.pd, target_bytes);
     fill_pattern(from.bytes, from.size_bytes);
-    CHECK(endpoint.post(request(1, IBV_WR_SEND), {from.sge(0, 1000)}) == 0);
-    CHECK(endpoint.post(request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8, target.rkey),
+    CHECK(endpoint.post(make_request(1, IBV_WR_SEND), {from.sge(0, 1000)}) == 0);
+    CHECK(endpoint.post(make_request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8, target.rkey),
                         {from.sge(8, target_bytes - 8)}) == 0);
-    ibv_send_wr atomic = request(3, IBV_WR_ATOMIC_FETCH_AND_ADD);
+    ibv_send_wr atomic = make_request(3, IBV_WR_ATOMIC_FETCH_AND_ADD);
     atomic.wr.atomic.remote_addr = target.remote_address;
     atomic.wr.atomic.rkey = target.rkey;
-    CHECK(endpoint.post(atomic, {back.sge(0, 8)}) == 0);
-    CHECK(endpoint.post(request(4, IBV_WR_RDMA_READ, target.remote_address, target.rkey),
-                        {back.sge(0, target_bytes)}) == 0);
+    CHECK(endpoint.post(atomic, {readback.sge(0, 8)}) == 0);
+    CHECK(endpoint.post(make_request(4, IBV_WR_RDMA_READ, target.remote_address, target.rkey),
+                        {readback.sge(0, target_bytes)}) == 0);
     for (std::uint64_t id = 1; id <= 4; ++id) {
         endpoint.expect_completion(id, IBV_WC_SUCCESS);
     }
-    CHECK(has_pattern(back.bytes, target_bytes));
-    CHECK(endpoint.post(request(5, IBV_WR_RDMA_READ, target.remote_address, target.rkey + 1), {back.sge(0, 8)}) == 0);
+    CHECK(has_pattern(readback.bytes, target_bytes));
+    CHECK(endpoint.post(make_request(5, IBV_WR_RDMA_READ, target.remote_address, target.rkey + 1),
+                        {readback.sge(0, 8)}) == 0);
     endpoint.expect_completion(5, IBV_WC_REM_ACCESS_ERR);
     machine.socket.reset();
     CHECK(machine.wait() == 0);
@@ -111,9 +113,9 @@ void test_datagrams_reach_other_machine_with_the_secret() {
     OtherMachine machine;
     Endpoint endpoint(0);
     const Target target = connect_to_target(&endpoint, machine);
-    const DatagramEndpoint datagrams(0);
-    CHECK(datagrams.post_receive(2, 4096, 2048) == 0);
-    // A datagram without the proof is dropped. Otherwise it would consume the receive request.
+    const DatagramEndpoint datagram_endpoint(0);
+    CHECK(datagram_endpoint.post_receive(2, 4096, 2048) == 0);
+    // The twin drops a datagram without a proof of the secret. Otherwise it would consume the receive request.
     const Fd untrusted(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     SocketAddress socket_address(make_fabric_address(target.address),
                                  static_cast<std::uint16_t>(target.datagram_qp_num));
@@ -122,13 +124,13 @@ void test_datagrams_reach_other_machine_with_the_secret() {
         CHECK(sendto(untrusted.get(), noise.data(), size_bytes, 0, socket_address.get(), socket_address.size_bytes) >=
               0);
     }
-    fill_pattern(datagrams.buffer->bytes, 1000);
-    ibv_ah* const ah = datagrams.make_address(path_to(target.address.gid));
-    CHECK(datagrams.send(1, ah, target.datagram_qp_num, 0, 1000) == 0);
-    datagrams.expect(1);
+    fill_pattern(datagram_endpoint.buffer->bytes, 1000);
+    ibv_ah* const ah = datagram_endpoint.create_address_handle(make_path(target.address.gid));
+    CHECK(datagram_endpoint.send(1, ah, target.datagram_qp_num, 0, 1000) == 0);
+    datagram_endpoint.expect_completion(1);
     send_value(machine.socket.get(), 'd');
-    CHECK(datagrams.expect(2).byte_len == grh_bytes + 1000);
-    CHECK(has_pattern(datagrams.buffer->bytes + 4096 + grh_bytes, 1000));
+    CHECK(datagram_endpoint.expect_completion(2).byte_len == grh_bytes + 1000);
+    CHECK(has_pattern(datagram_endpoint.buffer->bytes + 4096 + grh_bytes, 1000));
     CHECK(ibv_destroy_ah(ah) == 0);
     machine.socket.reset();
     CHECK(machine.wait() == 0);
@@ -139,7 +141,7 @@ void test_killed_machine_exceeds_retries() {
     Endpoint endpoint(0);
     const Target target = connect_to_target(&endpoint, machine);
     Buffer from(endpoint.pd, target_bytes);
-    const ibv_send_wr write = request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey);
+    const ibv_send_wr write = make_request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey);
     CHECK(endpoint.post(write, {from.sge(0, 64)}) == 0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(kill(machine.pid, SIGKILL) == 0 && WIFSIGNALED(machine.wait()));
@@ -151,13 +153,13 @@ void test_other_secret_is_refused() {
     OtherMachine machine("another secret of the test");
     Endpoint endpoint(0);
     connect_to_target(&endpoint, machine);
-    CHECK(endpoint.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(endpoint.post(make_request(1, IBV_WR_SEND), {}) == 0);
     endpoint.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
     machine.socket.reset();
     CHECK(machine.wait() == 0);
 }
 
-// Return a socket that is connected to the port of a queue pair, and has proved nothing.
+// Return a socket that is connected to the port of a queue pair, without a proof of the secret.
 Fd connect_untrusted(const Address& address) {
     SocketAddress socket_address(make_fabric_address(address), static_cast<std::uint16_t>(address.qp_num));
     Fd socket(::socket(socket_address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -165,14 +167,14 @@ Fd connect_untrusted(const Address& address) {
     return socket;
 }
 
-// Return whether the peer ends the connection without a further message.
-bool is_ended(const Fd& socket) {
+// Wait for the next message. Return whether the peer has ended the connection instead.
+bool has_peer_ended(const Fd& socket) {
     char byte = 0;
     return recv(socket.get(), &byte, 1, 0) <= 0;
 }
 
-// Return a socket that has passed the secret and the handshake, as the expected peer.
-Fd connect_hostile(const Address& from, const Address& to) {
+// Return a socket that has proved the secret, and has completed the handshake in place of the expected peer.
+Fd connect_as_peer(const Address& from, const Address& to) {
     Fd socket(
         connect_to_fabric(make_fabric_address(to), static_cast<std::uint16_t>(to.qp_num), std::chrono::seconds(1)));
     const wire::ConnectRequest connect_request{
@@ -184,7 +186,7 @@ Fd connect_hostile(const Address& from, const Address& to) {
     return socket;
 }
 
-void test_hostile_frames_end_their_connection(unsigned fuzz_count) {
+void test_hostile_frames_end_their_connection(unsigned frames_count) {
     OtherMachine machine;
     Endpoint endpoint(0);
     const Target target = connect_to_target(&endpoint, machine);
@@ -193,19 +195,19 @@ void test_hostile_frames_end_their_connection(unsigned fuzz_count) {
         const std::vector<char> noise(40 + 64, 'x');
         std::vector<char> hello(40);
         CHECK(recv_all(socket.get(), hello.data(), hello.size()));
-        CHECK(send_all(socket.get(), noise.data(), noise.size()) && is_ended(socket));
+        CHECK(send_all(socket.get(), noise.data(), noise.size()) && has_peer_ended(socket));
         connect_untrusted(target.address);
     }
-    wire::Request huge{};
-    huge.magic = wire::magic;
-    huge.opcode = wire::Opcode::write;
-    huge.remote_address = target.remote_address;
-    huge.rkey = target.rkey;
-    huge.message_bytes = huge.chunk_bytes = 1U << 29;
+    wire::Request huge_request{};
+    huge_request.magic = wire::magic;
+    huge_request.opcode = wire::Opcode::write;
+    huge_request.remote_address = target.remote_address;
+    huge_request.rkey = target.rkey;
+    huge_request.message_bytes = huge_request.chunk_bytes = 1U << 29;
     std::mt19937 random(7);
-    for (unsigned round = 0; round < fuzz_count; ++round) {
-        const Fd socket = connect_hostile(endpoint.address(), target.address);
-        wire::Request frame = huge;
+    for (unsigned round = 0; round < frames_count; ++round) {
+        const Fd socket = connect_as_peer(endpoint.address(), target.address);
+        wire::Request frame = huge_request;
         if (round % 4 != 0) {
             frame.message_bytes = frame.chunk_bytes = 64;
             auto* const bytes = reinterpret_cast<std::uint8_t*>(&frame);
@@ -219,12 +221,13 @@ void test_hostile_frames_end_their_connection(unsigned fuzz_count) {
         while (recv(socket.get(), reply, sizeof reply, 0) > 0) {
         }
     }
-    // The pair still serves its peer. In the fuzz run it may not: a damaged request with a wrong key can put it in the
-    // error state.
+    // In the run with one frame, the queue pair still serves its peer. In the fuzz run, a damaged request with a wrong
+    // key may have put it in the error state.
     Buffer from(endpoint.pd, 64);
-    CHECK(endpoint.post(request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) == 0);
+    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) ==
+          0);
     const ibv_wc wc = endpoint.poll_completion();
-    CHECK(fuzz_count > 1 || wc.status == IBV_WC_SUCCESS);
+    CHECK(frames_count > 1 || wc.status == IBV_WC_SUCCESS);
     machine.socket.reset();
     CHECK(machine.wait() == 0);
 }
@@ -237,10 +240,10 @@ int main(int count, char** arguments) {
         return run_target(std::atoi(arguments[1]));
     }
     CHECK(setenv("GDRKIT_TWINS_FABRIC", "tcp://127.0.0.1/32", 1) == 0);
-    CHECK(setenv("GDRKIT_TWINS_FABRIC_SECRET", own_secret, 1) == 0);
+    CHECK(setenv("GDRKIT_TWINS_FABRIC_SECRET", test_secret, 1) == 0);
     CHECK(config().error.empty() && config().fabric_addresses.size() == 1);
     int device_count = 0;
-    ibv_free_device_list(ibv_get_device_list(&device_count)); // the twin's own copy of the configuration is read here
+    ibv_free_device_list(ibv_get_device_list(&device_count)); // here the twin reads its own copy of the configuration
     CHECK(device_count == 1);
     test_every_operation_reaches_other_machine();
     test_datagrams_reach_other_machine_with_the_secret();

@@ -1,4 +1,5 @@
-// Tests of the verbs twin's fault plan and control interface.
+// Tests of the software twin of libibverbs: the fault plan, which makes chosen calls and requests fail, and the ledger,
+// which counts calls, live handles and bytes.
 #include <dlfcn.h>
 
 #include "control/control.h"
@@ -8,14 +9,14 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-std::string ledger_json() {
+std::string read_ledger() {
     std::string json(static_cast<std::size_t>(gdrkit_twin_ledger(nullptr, 0)) + 4096, '\0');
     json.resize(static_cast<std::size_t>(gdrkit_twin_ledger(json.data(), json.size())));
     return json;
 }
 
 bool ledger_contains(const std::string& text) {
-    return ledger_json().find(text) != std::string::npos;
+    return read_ledger().find(text) != std::string::npos;
 }
 
 void set_fault_plan(const std::string& rules) {
@@ -51,19 +52,19 @@ void test_plan_injects_function_errors() {
     set_fault_plan("");
 }
 
-// A request with an injected completion error is not carried out, and the pair enters the error state as after any
-// failure.
+// A request with an injected completion error is not executed, and its queue pair enters the error state, like after
+// any failure.
 void test_plan_injects_completion_errors() {
     Endpoint requester, responder;
     connect(&requester, &responder);
     Buffer from(requester.pd, 8), to(responder.pd, 8);
     fill_pattern(from.bytes, 8);
     set_fault_plan("wc.rdma_write call=2 status=12\n");
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.sge(0, 4)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey), {from.sge(0, 4)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(requester.post(request(2, IBV_WR_RDMA_WRITE, to.at(4), to.mr->rkey), {from.sge(4, 4)}) == 0);
+    CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, to.address_at(4), to.mr->rkey), {from.sge(4, 4)}) == 0);
     requester.expect_completion(2, IBV_WC_RETRY_EXC_ERR);
-    CHECK(to.bytes[4] == 0 && requester.state() == IBV_QPS_ERR);
+    CHECK(to.bytes[4] == 0 && requester.query_state() == IBV_QPS_ERR);
     set_fault_plan("");
 }
 
@@ -88,8 +89,8 @@ void test_ledger_counts_handles_and_bytes() {
         Buffer from(requester.pd, 100), to(responder.pd, 100);
         CHECK(ledger_contains("\"ibv_mr\":2") && ledger_contains("\"ibv_qp\":2") && ledger_contains("\"ibv_pd\":2") &&
               ledger_contains("\"ibv_context\":2"));
-        CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.sge(0, 60)}) == 0);
-        CHECK(requester.post(request(2, IBV_WR_RDMA_READ, to.at(), to.mr->rkey), {from.sge(0, 50)}) == 0);
+        CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey), {from.sge(0, 60)}) == 0);
+        CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, to.address_at(), to.mr->rkey), {from.sge(0, 50)}) == 0);
         requester.expect_completion(1, IBV_WC_SUCCESS);
         requester.expect_completion(2, IBV_WC_SUCCESS);
         CHECK(ledger_contains("\"twin0\":{\"write_bytes\":60,\"read_bytes\":50,\"send_bytes\":0,"

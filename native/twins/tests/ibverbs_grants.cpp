@@ -1,5 +1,6 @@
-// Tests of writes and reads that the requester carries out itself under a grant of the responder. They need no
-// thread of the responder. The grant ends when the region, its permissions or the state of the queue pair change.
+// Tests of the software twin of libibverbs: grants. Under a grant, the requester executes writes and reads in a region
+// of the responder itself, without a thread of the responder. The grant ends when the region, its permissions or the
+// state of the queue pair change.
 #include <signal.h>
 #include <sys/mman.h>
 
@@ -22,11 +23,12 @@ struct Target {
     std::uint32_t rkey;
 };
 
-// Body of the target process. It stops itself. The test continues it after it has accessed its memory.
+// The target process runs this function. It stops itself with SIGSTOP. Meanwhile the test accesses the memory of the
+// target, and then continues the target.
 int run_target(int socket) {
     Endpoint endpoint(1);
     Buffer memory(endpoint.pd, large_bytes);
-    send_value(socket, Target{endpoint.address(), memory.at(), memory.mr->rkey});
+    send_value(socket, Target{endpoint.address(), memory.address_at(), memory.mr->rkey});
     endpoint.connect(receive_value<Address>(socket));
     send_value(socket, 'r');
     CHECK(receive_value<char>(socket) == 's');
@@ -36,12 +38,13 @@ int run_target(int socket) {
     return receive_value<char>(socket) == 'e' ? 0 : 1;
 }
 
-void write(Endpoint* requester, const Buffer& from, std::uint64_t remote, std::uint32_t rkey, std::size_t size_bytes) {
-    CHECK(requester->post(request(size_bytes, IBV_WR_RDMA_WRITE, remote, rkey), {from.sge(0, size_bytes)}) == 0);
+void write_and_wait(Endpoint* requester, const Buffer& from, std::uint64_t remote, std::uint32_t rkey,
+                    std::size_t size_bytes) {
+    CHECK(requester->post(make_request(size_bytes, IBV_WR_RDMA_WRITE, remote, rkey), {from.sge(0, size_bytes)}) == 0);
     requester->expect_completion(size_bytes, IBV_WC_SUCCESS);
 }
 
-// A device accesses the memory of a stopped process.
+// Like a real device, the twin accesses the memory of a stopped process.
 void test_stopped_process_is_accessed() {
     const PeerProcess peer;
     Endpoint endpoint(0);
@@ -49,19 +52,19 @@ void test_stopped_process_is_accessed() {
     send_value(peer.socket.get(), endpoint.address());
     endpoint.connect(target.address);
     receive_value<char>(peer.socket.get());
-    Buffer from(endpoint.pd, large_bytes), back(endpoint.pd, large_bytes);
+    Buffer from(endpoint.pd, large_bytes), readback(endpoint.pd, large_bytes);
     fill_pattern(from.bytes, large_bytes);
     // The responder serves this request, and then grants the region.
-    write(&endpoint, from, target.remote_address, target.rkey, 8);
+    write_and_wait(&endpoint, from, target.remote_address, target.rkey, 8);
     send_value(peer.socket.get(), 's');
     int status = 0;
     CHECK(waitpid(peer.pid, &status, WUNTRACED) == peer.pid && WIFSTOPPED(status));
-    write(&endpoint, from, target.remote_address, target.rkey, 16);
-    write(&endpoint, from, target.remote_address, target.rkey, large_bytes);
-    CHECK(endpoint.post(request(1, IBV_WR_RDMA_READ, target.remote_address, target.rkey), {back.sge(0, large_bytes)}) ==
-          0);
+    write_and_wait(&endpoint, from, target.remote_address, target.rkey, 16);
+    write_and_wait(&endpoint, from, target.remote_address, target.rkey, large_bytes);
+    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_READ, target.remote_address, target.rkey),
+                        {readback.sge(0, large_bytes)}) == 0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(has_pattern(back.bytes, large_bytes));
+    CHECK(has_pattern(readback.bytes, large_bytes));
     CHECK(kill(peer.pid, SIGCONT) == 0);
     CHECK(receive_value<char>(peer.socket.get()) == 'k');
     send_value(peer.socket.get(), 'e');
@@ -69,19 +72,20 @@ void test_stopped_process_is_accessed() {
 }
 
 // Two connected queue pairs of this process, and memory of the responder that is granted to the requester.
-struct Granted {
+struct GrantedPair {
     Endpoint requester{0}, responder{1};
     Buffer from{requester.pd, large_bytes}, to{responder.pd, large_bytes};
 
-    Granted() {
+    GrantedPair() {
         connect(&requester, &responder);
         fill_pattern(from.bytes, large_bytes);
-        write(&requester, from, to.at(), to.mr->rkey, 8);
-        write(&requester, from, to.at(), to.mr->rkey, 16);
+        write_and_wait(&requester, from, to.address_at(), to.mr->rkey, 8);
+        write_and_wait(&requester, from, to.address_at(), to.mr->rkey, 16);
     }
     void expect_refusal(ibv_wc_status status) {
         std::memset(to.bytes, 0, to.size_bytes);
-        CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), rkey), {from.sge(0, large_bytes)}) == 0);
+        CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), rkey), {from.sge(0, large_bytes)}) ==
+              0);
         requester.expect_completion(1, status);
         CHECK(to.bytes[0] == 0 && to.bytes[large_bytes - 1] == 0);
     }
@@ -89,53 +93,55 @@ struct Granted {
 };
 
 void test_deregistered_memory_is_refused() {
-    Granted granted;
+    GrantedPair granted;
     CHECK(ibv_dereg_mr(granted.to.mr) == 0);
     granted.to.mr = nullptr;
     granted.expect_refusal(IBV_WC_REM_ACCESS_ERR);
 }
 
 void test_reregistered_access_is_refused() {
-    Granted granted;
+    GrantedPair granted;
     CHECK(ibv_rereg_mr(granted.to.mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, IBV_ACCESS_REMOTE_READ) == 0);
     CHECK(granted.to.mr->rkey == granted.rkey);
     granted.expect_refusal(IBV_WC_REM_ACCESS_ERR);
 }
 
 void test_bytes_outside_the_region_are_refused() {
-    Granted granted;
-    CHECK(granted.requester.post(request(1, IBV_WR_RDMA_WRITE, granted.to.at(large_bytes - 7), granted.rkey),
-                                 {granted.from.sge(0, 8)}) == 0);
+    GrantedPair granted;
+    CHECK(
+        granted.requester.post(make_request(1, IBV_WR_RDMA_WRITE, granted.to.address_at(large_bytes - 7), granted.rkey),
+                               {granted.from.sge(0, 8)}) == 0);
     granted.requester.expect_completion(1, IBV_WC_REM_ACCESS_ERR);
 }
 
 void test_permissions_of_queue_pair_are_followed() {
-    Granted granted;
+    GrantedPair granted;
     ibv_qp_attr attr{};
     attr.qp_access_flags = IBV_ACCESS_REMOTE_READ;
     CHECK(ibv_modify_qp(granted.responder.qp, &attr, IBV_QP_ACCESS_FLAGS) == 0);
-    Buffer back(granted.requester.pd, 16);
-    CHECK(granted.requester.post(request(1, IBV_WR_RDMA_READ, granted.to.at(), granted.rkey), {back.sge(0, 16)}) == 0);
+    Buffer readback(granted.requester.pd, 16);
+    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_READ, granted.to.address_at(), granted.rkey),
+                                 {readback.sge(0, 16)}) == 0);
     granted.requester.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(has_pattern(back.bytes, 16));
+    CHECK(has_pattern(readback.bytes, 16));
     granted.expect_refusal(IBV_WC_REM_INV_REQ_ERR);
 }
 
 void test_queue_pair_in_error_is_not_accessed() {
-    Granted granted;
+    GrantedPair granted;
     CHECK(granted.responder.modify_to(IBV_QPS_ERR) == 0);
     granted.expect_refusal(IBV_WC_RETRY_EXC_ERR);
 }
 
 void test_unmapped_memory_of_responder_fails() {
-    Granted granted;
+    GrantedPair granted;
     void* const memory = mmap(nullptr, large_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
     ibv_mr* const mr = ibv_reg_mr(granted.responder.pd, memory, large_bytes, all_access);
     CHECK(mr != nullptr);
-    write(&granted.requester, granted.from, address_of(memory), mr->rkey, 8);
+    write_and_wait(&granted.requester, granted.from, address_of(memory), mr->rkey, 8);
     CHECK(munmap(static_cast<char*>(memory) + large_bytes / 2, large_bytes / 2) == 0);
-    CHECK(granted.requester.post(request(1, IBV_WR_RDMA_WRITE, address_of(memory), mr->rkey),
+    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_WRITE, address_of(memory), mr->rkey),
                                  {granted.from.sge(0, large_bytes)}) == 0);
     granted.requester.expect_completion(1, IBV_WC_REM_OP_ERR);
     CHECK(ibv_dereg_mr(mr) == 0);
@@ -143,12 +149,12 @@ void test_unmapped_memory_of_responder_fails() {
 }
 
 void test_unmapped_memory_of_requester_fails() {
-    Granted granted;
+    GrantedPair granted;
     void* const memory = mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
     ibv_mr* const mr = ibv_reg_mr(granted.requester.pd, memory, 8192, all_access);
     CHECK(mr != nullptr && munmap(memory, 8192) == 0);
-    CHECK(granted.requester.post(request(1, IBV_WR_RDMA_WRITE, granted.to.at(), granted.rkey),
+    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_WRITE, granted.to.address_at(), granted.rkey),
                                  {make_sge(mr, address_of(memory), 8)}) == 0);
     granted.requester.expect_completion(1, IBV_WC_LOC_PROT_ERR);
     CHECK(ibv_dereg_mr(mr) == 0);
@@ -156,10 +162,10 @@ void test_unmapped_memory_of_requester_fails() {
 
 // A write must not overtake an earlier send, even if the send waits for a receive request.
 void test_write_does_not_overtake_send() {
-    Granted granted;
+    GrantedPair granted;
     std::memset(granted.to.bytes, 0, 64);
-    CHECK(granted.requester.post(request(1, IBV_WR_SEND), {granted.from.sge(0, 8)}) == 0);
-    CHECK(granted.requester.post(request(2, IBV_WR_RDMA_WRITE, granted.to.at(32), granted.rkey),
+    CHECK(granted.requester.post(make_request(1, IBV_WR_SEND), {granted.from.sge(0, 8)}) == 0);
+    CHECK(granted.requester.post(make_request(2, IBV_WR_RDMA_WRITE, granted.to.address_at(32), granted.rkey),
                                  {granted.from.sge(0, 8)}) == 0);
     usleep(20000);
     CHECK(granted.to.bytes[32] == 0);
@@ -170,9 +176,9 @@ void test_write_does_not_overtake_send() {
     CHECK(has_pattern(granted.to.bytes + 32, 8));
 }
 
-// More regions than there are slots for grants: each is written correctly.
+// The test uses more regions than there are slots for grants. Each write must still arrive in its region.
 void test_many_regions_are_granted_in_turn() {
-    Granted granted;
+    GrantedPair granted;
     std::vector<ibv_mr*> regions;
     for (std::size_t index = 0; index < 100; ++index) {
         regions.push_back(ibv_reg_mr(granted.responder.pd, granted.to.bytes + index * 4096, 4096, all_access));
@@ -181,7 +187,8 @@ void test_many_regions_are_granted_in_turn() {
     for (int round = 0; round < 3; ++round) {
         std::memset(granted.to.bytes, 0, granted.to.size_bytes);
         for (std::size_t index = 0; index < regions.size(); ++index) {
-            write(&granted.requester, granted.from, granted.to.at(index * 4096), regions[index]->rkey, 64);
+            write_and_wait(&granted.requester, granted.from, granted.to.address_at(index * 4096), regions[index]->rkey,
+                           64);
             CHECK(has_pattern(granted.to.bytes + index * 4096, 64) && granted.to.bytes[index * 4096 + 64] == 0);
         }
     }
@@ -191,10 +198,10 @@ void test_many_regions_are_granted_in_turn() {
 }
 
 // Write to the region without pause, in turn from two buffers of different content, until a write is refused.
-void write_until_refused(Granted* granted, const Buffer& other, std::atomic<bool>* has_started) {
+void write_until_refused(GrantedPair* granted, const Buffer& second_source, std::atomic<bool>* has_started) {
     for (std::uint64_t count = 0;; ++count) {
-        const Buffer& from = count % 2 == 0 ? granted->from : other;
-        const ibv_send_wr wr = request(count, IBV_WR_RDMA_WRITE, granted->to.at(), granted->rkey);
+        const Buffer& from = count % 2 == 0 ? granted->from : second_source;
+        const ibv_send_wr wr = make_request(count, IBV_WR_RDMA_WRITE, granted->to.address_at(), granted->rkey);
         CHECK(granted->requester.post(wr, {from.sge(0, large_bytes)}) == 0);
         // Keep eight writes in flight, so that copies run most of the time even if completions are late.
         if (count < 8) {
@@ -214,12 +221,12 @@ void write_until_refused(Granted* granted, const Buffer& other, std::atomic<bool
 // A copy runs when the region is deregistered. After ibv_dereg_mr has returned, no byte of the region changes.
 void test_deregistration_waits_for_copies() {
     for (unsigned round = 0; round < 50; ++round) {
-        Granted granted;
-        Buffer other(granted.requester.pd, large_bytes);
+        GrantedPair granted;
+        Buffer second_source(granted.requester.pd, large_bytes);
         std::memset(granted.from.bytes, 1, large_bytes);
-        std::memset(other.bytes, 2, large_bytes);
+        std::memset(second_source.bytes, 2, large_bytes);
         std::atomic<bool> has_started{false};
-        std::thread writer([&] { write_until_refused(&granted, other, &has_started); });
+        std::thread writer([&] { write_until_refused(&granted, second_source, &has_started); });
         while (!has_started) {
             std::this_thread::yield();
         }
@@ -238,21 +245,23 @@ void test_deregistration_waits_for_copies() {
     }
 }
 
-std::string ledger_json() {
+std::string read_ledger() {
     std::string json(static_cast<std::size_t>(gdrkit_twin_ledger(nullptr, 0)) + 4096, '\0');
     json.resize(static_cast<std::size_t>(gdrkit_twin_ledger(json.data(), json.size())));
     return json;
 }
 
-// The bytes that the requester copies itself count at both devices.
+// Bytes that the requester copies itself count for both devices.
 void test_copied_bytes_are_counted() {
-    Granted granted;
-    Buffer back(granted.requester.pd, 100);
-    CHECK(granted.requester.post(request(1, IBV_WR_RDMA_READ, granted.to.at(), granted.rkey), {back.sge(0, 100)}) == 0);
+    GrantedPair granted;
+    Buffer readback(granted.requester.pd, 100);
+    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_READ, granted.to.address_at(), granted.rkey),
+                                 {readback.sge(0, 100)}) == 0);
     granted.requester.expect_completion(1, IBV_WC_SUCCESS);
-    const std::string json = ledger_json();
-    const std::string sent = "\"write_bytes\":24,\"read_bytes\":100,";
-    CHECK(json.find("\"twin0\":{" + sent) != std::string::npos && json.find(",\"requests\":3,") != std::string::npos);
+    const std::string json = read_ledger();
+    const std::string expected_bytes = "\"write_bytes\":24,\"read_bytes\":100,";
+    CHECK(json.find("\"twin0\":{" + expected_bytes) != std::string::npos &&
+          json.find(",\"requests\":3,") != std::string::npos);
     CHECK(json.find("\"served_write_bytes\":24,\"served_read_bytes\":100,") != std::string::npos);
     CHECK(json.find(",\"served_requests\":3}") != std::string::npos);
 }

@@ -1,5 +1,5 @@
-// Tests of a hostile peer that connects correctly and then corrupts the shared memory. Only its own connection ends, it
-// cannot access memory without a valid key, and the target keeps working.
+// Tests of the software twin of libibverbs: a hostile peer that connects correctly and then corrupts the shared memory.
+// Only its own connection ends, it cannot access memory without a valid key, and the target keeps working.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -38,7 +38,7 @@ struct Target {
         CHECK(has_pattern(memory.bytes + 2 * region_bytes, region_bytes, 2 * region_bytes));
         CHECK(ibv_dereg_mr(mr) == 0);
     }
-    [[nodiscard]] std::uint64_t address() const { return memory.at(region_bytes); }
+    [[nodiscard]] std::uint64_t address() const { return memory.address_at(region_bytes); }
 };
 
 wire::ConnectRequest make_connect_request(const Address& from, const Address& to) {
@@ -65,7 +65,7 @@ struct HostilePeer {
         while (recv(socket.get(), wakeups, sizeof wakeups, 0) > 0) {
         }
     }
-    wire::Request request(const Target& target) {
+    wire::Request make_request(const Target& target) {
         wire::Request request{};
         request.magic = wire::magic;
         request.opcode = wire::Opcode::write;
@@ -79,7 +79,7 @@ struct HostilePeer {
 
 void check_bad_request(Target* target, const Address& peer, const std::function<void(wire::Request*)>& corrupt) {
     HostilePeer hostile(peer, target->endpoint.address());
-    wire::Request request = hostile.request(*target);
+    wire::Request request = hostile.make_request(*target);
     corrupt(&request);
     hostile.link->put_request(0, request);
     hostile.link->publish_requests(1, hostile.socket.get());
@@ -95,9 +95,9 @@ void test_bad_requests(Target* target, const Address& peer) {
     check_bad_request(target, peer, [](wire::Request* request) { request->payload_offset = (1U << 20) + 16384 - 63; });
     check_bad_request(target, peer, [](wire::Request* request) { request->chunk_bytes = 1U << 30; });
     check_bad_request(target, peer, [](wire::Request* request) { request->chunk_offset_bytes = ~0ULL; });
-    // A payload that was never written to the pipe.
+    // The request names a payload in the pipe, but nothing was written to the pipe.
     check_bad_request(target, peer, [](wire::Request* request) { request->flags = wire::flag_piped; });
-    // More requests than the ring has slots.
+    // The peer publishes more requests than the ring has slots.
     HostilePeer hostile(peer, target->endpoint.address());
     hostile.link->publish_requests(Link::slot_count + 1, hostile.socket.get());
     hostile.expect_end();
@@ -106,7 +106,7 @@ void test_bad_requests(Target* target, const Address& peer) {
 // Several requests say that their payload is in the pipe, but the pipe holds only one payload and a part of the next.
 void test_short_pipe(Target* target, const Address& peer) {
     HostilePeer hostile(peer, target->endpoint.address());
-    wire::Request request = hostile.request(*target);
+    wire::Request request = hostile.make_request(*target);
     request.flags = wire::flag_piped;
     const char bytes[100]{};
     CHECK(hostile.link->pipe().splice_in(bytes, sizeof bytes) == 0);
@@ -133,13 +133,13 @@ void test_bad_shared_memory(Target* target, const Address& peer) {
     }
 }
 
-// Write random data to all shared memory while the target reads it. The target may refuse a request; as with any peer,
-// its queue pair then enters the error state.
+// Write random data to the shared memory while the target reads it. The target may refuse a request. Its queue pair
+// then enters the error state, as with any peer.
 void test_random_writes(unsigned seed) {
     Endpoint peer(1);
     Target target(peer.address());
     HostilePeer hostile(peer.address(), target.endpoint.address());
-    const wire::Request request = hostile.request(target);
+    const wire::Request request = hostile.make_request(target);
     std::mt19937 random(seed);
     for (std::uint32_t count = 0; count < 400; ++count) {
         // The request is valid when it is published, so that the target begins to process it. It is corrupted
@@ -157,7 +157,7 @@ void test_endless_use_of_grant() {
     Target target(peer.address());
     HostilePeer hostile(peer.address(), target.endpoint.address());
     ibv_mr* const mr = ibv_reg_mr(target.endpoint.pd, target.memory.bytes + region_bytes, region_bytes, all_access);
-    wire::Request request = hostile.request(target);
+    wire::Request request = hostile.make_request(target);
     request.rkey = mr->rkey;
     hostile.link->put_request(0, request);
     hostile.link->publish_requests(1, hostile.socket.get());
@@ -199,8 +199,8 @@ void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
         }
     });
     endpoint.connect(hostile_address);
-    CHECK(endpoint.post(request(1, IBV_WR_RDMA_READ, 0, 0), {from.sge(0, 4096)}) == 0);
-    CHECK(endpoint.post(request(2, IBV_WR_RDMA_READ, 0, 0), {from.sge(0, 4096)}) == 0);
+    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_READ, 0, 0), {from.sge(0, 4096)}) == 0);
+    CHECK(endpoint.post(make_request(2, IBV_WR_RDMA_READ, 0, 0), {from.sge(0, 4096)}) == 0);
     endpoint.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
     endpoint.expect_completion(2, IBV_WC_WR_FLUSH_ERR);
     target.join();
@@ -216,10 +216,10 @@ int main() {
         test_bad_shared_memory(&target, peer.address());
         test_bad_requests(&target, peer.address());
         test_short_pipe(&target, peer.address());
-        // The legitimate peer is still served.
+        // The target still serves its legitimate peer.
         peer.connect(target.endpoint.address());
         Buffer from(peer.pd, 64);
-        CHECK(peer.post(request(1, IBV_WR_RDMA_WRITE, target.address(), target.mr->rkey), {from.sge(0, 64)}) == 0);
+        CHECK(peer.post(make_request(1, IBV_WR_RDMA_WRITE, target.address(), target.mr->rkey), {from.sge(0, 64)}) == 0);
         peer.expect_completion(1, IBV_WC_SUCCESS);
     }
     test_endless_use_of_grant();

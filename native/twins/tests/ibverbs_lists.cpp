@@ -1,5 +1,6 @@
-// Tests of lists of RDMA WRITEs that one ibv_post_send posts. The verbs twin executes such a list in batches. Every
-// write must arrive at its address. An error must be reported for the same request as without batches.
+// Tests of the software twin of libibverbs: lists of RDMA WRITEs that one ibv_post_send posts. The twin executes such a
+// list in batches. Every write must arrive at its address. The twin must report an error for the same request as
+// without batches.
 #include <sys/mman.h>
 
 #include <random>
@@ -12,7 +13,7 @@ namespace {
 
 constexpr std::size_t page_bytes = 4096, page_count = 64;
 
-Settings large_queue_settings() {
+Settings make_large_queue_settings() {
     Settings settings;
     settings.send_wr = 256;
     settings.cq_entries = 512;
@@ -34,10 +35,10 @@ struct Pages {
     Pages(const Pages&) = delete;
     Pages& operator=(const Pages&) = delete;
 
-    std::uint8_t* at(std::size_t page_index) const { return bytes + page_index * page_bytes; }
-    // Make a page inaccessible. Unlike munmap this keeps the address from being reused.
+    std::uint8_t* page_at(std::size_t page_index) const { return bytes + page_index * page_bytes; }
+    // Make a page inaccessible. After a munmap, another mapping could reuse the address.
     void make_inaccessible(std::size_t page_index) const {
-        CHECK(mprotect(at(page_index), page_bytes, PROT_NONE) == 0);
+        CHECK(mprotect(page_at(page_index), page_bytes, PROT_NONE) == 0);
     }
 
     std::uint8_t* bytes;
@@ -50,11 +51,11 @@ struct List {
     std::vector<ibv_sge> sges;
 
     void add(const ibv_sge& local, const void* remote, std::uint32_t rkey) {
-        requests.push_back(request(requests.size(), IBV_WR_RDMA_WRITE, address_of(remote), rkey));
+        requests.push_back(make_request(requests.size(), IBV_WR_RDMA_WRITE, address_of(remote), rkey));
         sges.push_back(local);
     }
     void add(const Pages& from, const Pages& to, std::size_t page_index, std::size_t size_bytes = page_bytes) {
-        add(make_sge(from.mr, address_of(from.at(page_index)), size_bytes), to.at(page_index), to.mr->rkey);
+        add(make_sge(from.mr, address_of(from.page_at(page_index)), size_bytes), to.page_at(page_index), to.mr->rkey);
     }
     void post(Endpoint* endpoint) {
         for (std::size_t index = 0; index < requests.size(); ++index) {
@@ -77,7 +78,7 @@ struct List {
 };
 
 struct TwoEndpoints {
-    Endpoint requester{0, large_queue_settings()}, responder{1, large_queue_settings()};
+    Endpoint requester{0, make_large_queue_settings()}, responder{1, make_large_queue_settings()};
     Pages from{requester.pd}, to{responder.pd};
 
     TwoEndpoints() {
@@ -85,9 +86,9 @@ struct TwoEndpoints {
         fill_pattern(from.bytes, page_count * page_bytes);
     }
     void check_page_arrived(std::size_t page_index) const {
-        CHECK(has_pattern(to.at(page_index), page_bytes, page_index * page_bytes));
+        CHECK(has_pattern(to.page_at(page_index), page_bytes, page_index * page_bytes));
     }
-    void check_page_did_not_arrive(std::size_t page_index) const { CHECK(to.at(page_index)[0] == 0); }
+    void check_page_did_not_arrive(std::size_t page_index) const { CHECK(to.page_at(page_index)[0] == 0); }
 };
 
 void test_every_byte_arrives() {
@@ -105,8 +106,8 @@ void test_every_byte_arrives() {
         list.post(&endpoints.requester);
         list.expect_completions(&endpoints.requester, page_count, IBV_WC_SUCCESS);
         for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
-            CHECK(has_pattern(endpoints.to.at(page_index), sizes[page_index], page_index * page_bytes));
-            CHECK(sizes[page_index] == page_bytes || endpoints.to.at(page_index)[sizes[page_index]] == 0);
+            CHECK(has_pattern(endpoints.to.page_at(page_index), sizes[page_index], page_index * page_bytes));
+            CHECK(sizes[page_index] == page_bytes || endpoints.to.page_at(page_index)[sizes[page_index]] == 0);
         }
     }
 }
@@ -124,21 +125,22 @@ void test_list_may_use_several_regions() {
     list.expect_completions(&endpoints.requester, page_count, IBV_WC_SUCCESS);
     for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
         const Pages& destination = page_index / 4 % 2 == 0 ? endpoints.to : other_destination;
-        CHECK(has_pattern(destination.at(page_index), page_bytes,
+        CHECK(has_pattern(destination.page_at(page_index), page_bytes,
                           page_index * page_bytes + (page_index / 3 % 2 == 0 ? 0 : 7)));
     }
 }
 
 // The memory of one write is inaccessible, either at the responder or at the requester.
-void test_inaccessible_memory(bool at_responder, std::size_t failing_page) {
+void test_inaccessible_memory(bool is_responder_memory, std::size_t failing_page) {
     TwoEndpoints endpoints;
-    (at_responder ? endpoints.to : endpoints.from).make_inaccessible(failing_page);
+    (is_responder_memory ? endpoints.to : endpoints.from).make_inaccessible(failing_page);
     List list;
     for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
         list.add(endpoints.from, endpoints.to, page_index);
     }
     list.post(&endpoints.requester);
-    list.expect_completions(&endpoints.requester, failing_page, at_responder ? IBV_WC_REM_OP_ERR : IBV_WC_LOC_PROT_ERR);
+    list.expect_completions(&endpoints.requester, failing_page,
+                            is_responder_memory ? IBV_WC_REM_OP_ERR : IBV_WC_LOC_PROT_ERR);
     for (std::size_t page_index = 0; page_index < failing_page; ++page_index) {
         endpoints.check_page_arrived(page_index);
     }
@@ -169,12 +171,12 @@ void test_write_beyond_region_is_refused() {
     for (std::size_t page_index = 0; page_index < 24; ++page_index) {
         list.add(endpoints.from, endpoints.to, page_index);
     }
-    list.requests[17].wr.rdma.remote_addr = address_of(endpoints.to.at(page_count)) - page_bytes + 1;
+    list.requests[17].wr.rdma.remote_addr = address_of(endpoints.to.page_at(page_count)) - page_bytes + 1;
     list.post(&endpoints.requester);
     list.expect_completions(&endpoints.requester, 17, IBV_WC_REM_ACCESS_ERR);
     endpoints.check_page_arrived(16);
     endpoints.check_page_did_not_arrive(18);
-    CHECK(endpoints.to.at(page_count - 1)[1] == 0);
+    CHECK(endpoints.to.page_at(page_count - 1)[1] == 0);
 }
 
 // The key of a deregistered region is invalid, even if the twin has used the region for an earlier list.
@@ -185,10 +187,10 @@ void test_key_of_deregistered_region_is_invalid() {
     CHECK(extra_region != nullptr);
     List valid_list, stale_list;
     for (std::size_t page_index = 0; page_index < 4; ++page_index) {
-        valid_list.add(make_sge(extra_region, address_of(endpoints.from.at(page_index)), page_bytes),
-                       endpoints.to.at(page_index), endpoints.to.mr->rkey);
-        stale_list.add(make_sge(extra_region, address_of(endpoints.from.at(page_index)), page_bytes),
-                       endpoints.to.at(page_index + 8), endpoints.to.mr->rkey);
+        valid_list.add(make_sge(extra_region, address_of(endpoints.from.page_at(page_index)), page_bytes),
+                       endpoints.to.page_at(page_index), endpoints.to.mr->rkey);
+        stale_list.add(make_sge(extra_region, address_of(endpoints.from.page_at(page_index)), page_bytes),
+                       endpoints.to.page_at(page_index + 8), endpoints.to.mr->rkey);
     }
     valid_list.post(&endpoints.requester);
     valid_list.expect_completions(&endpoints.requester, 4, IBV_WC_SUCCESS);

@@ -1,5 +1,5 @@
-// Tests that a malformed configuration makes the first call fail. Each case runs in a process that has not used the
-// library.
+// Tests of the software twin of libibverbs: a malformed configuration makes the first call fail. Each case runs in a
+// process that has not used the library.
 #include <dlfcn.h>
 #include <link.h>
 #include <spawn.h>

@@ -1,5 +1,5 @@
-// Tests of many requests in flight: writes and reads of many sizes, inline or not; order; and requests that an error
-// interrupts.
+// Tests of the software twin of libibverbs: many requests in flight, with writes and reads of many sizes, inline or
+// not; their order; and requests that an error interrupts.
 #include <algorithm>
 #include <random>
 
@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t memory_bytes = 8UL << 20;
 
-Settings large_queue_settings() {
+Settings make_large_queue_settings() {
     Settings settings;
     settings.send_wr = 256;
     settings.cq_entries = 1024;
@@ -23,7 +23,7 @@ Settings large_queue_settings() {
 // Writes and reads have random sizes and offsets. A write has two scatter/gather entries, and may be inline or empty.
 // The result is compared with a model of the responder's memory.
 void test_mixed_requests() {
-    Endpoint requester(0, large_queue_settings()), responder(1, large_queue_settings());
+    Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
     Buffer local(requester.pd, memory_bytes), readback(requester.pd, memory_bytes), remote(responder.pd, memory_bytes);
     connect(&requester, &responder);
     fill_pattern(local.bytes, memory_bytes);
@@ -46,17 +46,19 @@ void test_mixed_requests() {
             if (is_read) {
                 reads.push_back(
                     {id * read_slot_bytes, size_bytes, {&model[remote_offset], &model[remote_offset] + size_bytes}});
-                CHECK(requester.post(request(id, IBV_WR_RDMA_READ, remote.at(remote_offset), remote.mr->rkey),
-                                     {readback.sge(reads.back().readback_offset, size_bytes)}) == 0);
+                CHECK(requester.post(
+                          make_request(id, IBV_WR_RDMA_READ, remote.address_at(remote_offset), remote.mr->rkey),
+                          {readback.sge(reads.back().readback_offset, size_bytes)}) == 0);
                 continue;
             }
             std::memcpy(&model[remote_offset], local.bytes + local_offset, size_bytes);
             const std::size_t first_entry_bytes = size_bytes / 3;
             const bool is_inline = size_bytes <= 256 && random() % 2 == 0;
             const unsigned flags = is_inline ? IBV_SEND_SIGNALED | IBV_SEND_INLINE : IBV_SEND_SIGNALED;
-            CHECK(requester.post(request(id, IBV_WR_RDMA_WRITE, remote.at(remote_offset), remote.mr->rkey, flags),
-                                 {local.sge(local_offset, first_entry_bytes),
-                                  local.sge(local_offset + first_entry_bytes, size_bytes - first_entry_bytes)}) == 0);
+            CHECK(requester.post(
+                      make_request(id, IBV_WR_RDMA_WRITE, remote.address_at(remote_offset), remote.mr->rkey, flags),
+                      {local.sge(local_offset, first_entry_bytes),
+                       local.sge(local_offset + first_entry_bytes, size_bytes - first_entry_bytes)}) == 0);
         }
         for (std::uint64_t id = 0; id < 64; ++id) {
             requester.expect_completion(id, IBV_WC_SUCCESS);
@@ -70,16 +72,16 @@ void test_mixed_requests() {
 
 // A fenced write waits for the read that fetches its data.
 void test_fenced_write() {
-    Endpoint requester(0, large_queue_settings()), responder(1, large_queue_settings());
+    Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
     Buffer local(requester.pd, memory_bytes), remote(responder.pd, memory_bytes);
     connect(&requester, &responder);
     constexpr std::size_t half_bytes = memory_bytes / 2;
     for (int round = 0; round < 10; ++round) {
         fill_pattern(remote.bytes, half_bytes, static_cast<std::size_t>(round) + 1);
-        CHECK(requester.post(request(1, IBV_WR_RDMA_READ, remote.at(), remote.mr->rkey), {local.sge(0, half_bytes)}) ==
-              0);
-        CHECK(requester.post(request(2, IBV_WR_RDMA_WRITE, remote.at(half_bytes), remote.mr->rkey,
-                                     IBV_SEND_SIGNALED | IBV_SEND_FENCE),
+        CHECK(requester.post(make_request(1, IBV_WR_RDMA_READ, remote.address_at(), remote.mr->rkey),
+                             {local.sge(0, half_bytes)}) == 0);
+        CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, remote.address_at(half_bytes), remote.mr->rkey,
+                                          IBV_SEND_SIGNALED | IBV_SEND_FENCE),
                              {local.sge(0, half_bytes)}) == 0);
         requester.expect_completion(1, IBV_WC_SUCCESS);
         requester.expect_completion(2, IBV_WC_SUCCESS);
@@ -90,14 +92,15 @@ void test_fenced_write() {
 // In the error state the application may reuse its buffers: their new content must never reach the peer.
 void test_buffers_after_error() {
     for (int round = 0; round < 15; ++round) {
-        Endpoint requester(0, large_queue_settings()), responder(1, large_queue_settings());
+        Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
         Buffer local(requester.pd, memory_bytes), remote(responder.pd, memory_bytes);
         connect(&requester, &responder);
         std::memset(local.bytes, 1, memory_bytes);
         constexpr std::size_t write_bytes = memory_bytes / 16;
         for (std::uint64_t id = 0; id < 16; ++id) {
-            CHECK(requester.post(request(id, IBV_WR_RDMA_WRITE, remote.at(id * write_bytes), remote.mr->rkey),
-                                 {local.sge(id * write_bytes, write_bytes)}) == 0);
+            CHECK(requester.post(
+                      make_request(id, IBV_WR_RDMA_WRITE, remote.address_at(id * write_bytes), remote.mr->rkey),
+                      {local.sge(id * write_bytes, write_bytes)}) == 0);
         }
         usleep(static_cast<useconds_t>(round) * 100);
         CHECK(requester.modify_to(IBV_QPS_ERR) == 0);
@@ -118,13 +121,14 @@ void test_buffers_after_error() {
 
 // After a request is refused, the later requests are flushed, and none of them has an effect.
 void test_refused_in_the_middle() {
-    Endpoint requester(0, large_queue_settings()), responder(1, large_queue_settings());
+    Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
     Buffer local(requester.pd, memory_bytes), remote(responder.pd, memory_bytes);
     connect(&requester, &responder);
     std::memset(local.bytes, 1, memory_bytes);
     for (std::uint64_t id = 0; id < 64; ++id) {
         const std::uint32_t rkey = id == 20 ? remote.mr->rkey ^ 1 : remote.mr->rkey;
-        CHECK(requester.post(request(id, IBV_WR_RDMA_WRITE, remote.at(id * 8192), rkey), {local.sge(0, 8192)}) == 0);
+        CHECK(requester.post(make_request(id, IBV_WR_RDMA_WRITE, remote.address_at(id * 8192), rkey),
+                             {local.sge(0, 8192)}) == 0);
     }
     for (std::uint64_t id = 0; id < 64; ++id) {
         requester.expect_completion(id, id < 20    ? IBV_WC_SUCCESS
@@ -133,7 +137,7 @@ void test_refused_in_the_middle() {
     }
     CHECK(std::memchr(remote.bytes, 0, 20UL * 8192) == nullptr);
     CHECK(std::memchr(remote.bytes + 20UL * 8192, 1, memory_bytes - 20UL * 8192) == nullptr);
-    CHECK(next_event(responder.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
+    CHECK(wait_for_event(responder.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
 }
 
 } // namespace

@@ -1,4 +1,4 @@
-// Tests of multicast groups, of datagrams between processes, and of hostile frames.
+// Tests of the software twin of libibverbs: multicast groups, datagrams between processes, and hostile frames.
 #include <signal.h>
 #include <spawn.h>
 #include <sys/resource.h>
@@ -20,7 +20,8 @@ using gdrkit::twin::verbs::make_multicast_socket_name;
 
 namespace {
 
-// A process that is in a group and answers each datagram to its sender with the same bytes.
+// The second process runs this function. It joins a group, and sends the bytes of each datagram back to the sender. It
+// ends after an empty datagram.
 int run_echo(int socket) {
     DatagramEndpoint endpoint(1);
     const ibv_gid group = make_group(1);
@@ -32,25 +33,25 @@ int run_echo(int socket) {
     CHECK(send_all(socket, &endpoint.qp->qp_num, sizeof endpoint.qp->qp_num));
     ibv_gid peer{};
     CHECK(recv_all(socket, &peer, sizeof peer));
-    ibv_ah* const back = endpoint.make_address(path_to(peer));
-    // The peer can have an answer, and send the next datagram, before the answer completes here. A buffer is posted
-    // again when its answer has left it.
-    bool ended = false;
-    for (int answers = 0; !ended || answers > 0;) {
+    ibv_ah* const return_ah = endpoint.create_address_handle(make_path(peer));
+    // An answer may arrive, and the peer may send its next datagram, before the answer completes here. So a buffer is
+    // posted again only after the answer from it has completed.
+    bool has_ended = false;
+    for (int pending_answers_count = 0; !has_ended || pending_answers_count > 0;) {
         const ibv_wc wc = endpoint.poll_completion();
         CHECK(wc.status == IBV_WC_SUCCESS);
         const std::size_t offset = wc.wr_id * 4200;
         if (wc.opcode == IBV_WC_SEND) {
-            --answers;
+            --pending_answers_count;
             CHECK(endpoint.post_receive(wc.wr_id, offset, 4200) == 0);
         } else if (wc.byte_len == grh_bytes) {
-            ended = true;
+            has_ended = true;
         } else {
-            CHECK(endpoint.send(wc.wr_id, back, wc.src_qp, offset + grh_bytes, wc.byte_len - grh_bytes) == 0);
-            ++answers;
+            CHECK(endpoint.send(wc.wr_id, return_ah, wc.src_qp, offset + grh_bytes, wc.byte_len - grh_bytes) == 0);
+            ++pending_answers_count;
         }
     }
-    CHECK(ibv_destroy_ah(back) == 0 && ibv_detach_mcast(endpoint.qp, &group, 0) == 0);
+    CHECK(ibv_destroy_ah(return_ah) == 0 && ibv_detach_mcast(endpoint.qp, &group, 0) == 0);
     return 0;
 }
 
@@ -63,8 +64,8 @@ struct Echo {
         int sockets[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
         socket = Fd(sockets[0]);
-        const Fd other(sockets[1]);
-        std::string program = "/proc/self/exe", socket_text = std::to_string(other.get());
+        const Fd child_socket(sockets[1]);
+        std::string program = "/proc/self/exe", socket_text = std::to_string(child_socket.get());
         char* arguments[] = {program.data(), socket_text.data(), nullptr};
         posix_spawn_file_actions_t actions;
         posix_spawn_file_actions_init(&actions);
@@ -82,47 +83,49 @@ struct Echo {
 void test_datagrams_move_between_processes() {
     DatagramEndpoint endpoint(0);
     const Echo echo(query_gid(endpoint.context));
-    ibv_ah* const ah = endpoint.make_address(path_to(query_gid(std::make_unique<DatagramEndpoint>(1)->context)));
+    ibv_ah* const ah =
+        endpoint.create_address_handle(make_path(query_gid(std::make_unique<DatagramEndpoint>(1)->context)));
     for (std::size_t count = 0; count < 50; ++count) {
         const std::size_t length = 1 + count * 83;
         fill_pattern(endpoint.buffer->bytes, length, count);
         CHECK(endpoint.post_receive(1, 8192, 4200) == 0);
         CHECK(endpoint.send(2, ah, echo.qp_num, 0, std::min(length, mtu_bytes), 0) == 0);
-        const ibv_wc wc = endpoint.expect(1);
+        const ibv_wc wc = endpoint.expect_completion(1);
         CHECK(wc.src_qp == echo.qp_num && wc.byte_len == grh_bytes + length);
         CHECK(has_pattern(endpoint.buffer->bytes + 8192 + grh_bytes, length, count));
         CHECK(endpoint.send(3, ah, echo.qp_num ^ 1, 0, 0) == 0); // frees the slot of the unsignaled request
-        endpoint.expect(3);
+        endpoint.expect_completion(3);
     }
     CHECK(endpoint.send(4, ah, echo.qp_num, 0, 0) == 0);
     echo.expect_exit();
-    endpoint.expect(4);
+    endpoint.expect_completion(4);
     CHECK(ibv_destroy_ah(ah) == 0);
 }
 
-// A stopped receiver delays one datagram to itself, and none to other receivers. Datagrams to a killed receiver are
-// lost at once, as those to an unknown queue pair.
+// A stopped receiver delays only datagrams to itself. Datagrams to a killed receiver are lost at once, like datagrams
+// to an unknown queue pair.
 void test_stopped_receiver_does_not_block_others() {
-    DatagramEndpoint endpoint(0, test_qkey, 256), other(0);
+    DatagramEndpoint endpoint(0, test_qkey, 256), local_endpoint(0);
     const Echo echo(query_gid(endpoint.context));
     CHECK(kill(echo.pid, SIGSTOP) == 0);
-    ibv_ah* const ah = endpoint.make_address(path_to(query_gid(std::make_unique<DatagramEndpoint>(1)->context)));
-    ibv_ah* const local = endpoint.make_address(path_to(query_gid(endpoint.context)));
+    ibv_ah* const ah =
+        endpoint.create_address_handle(make_path(query_gid(std::make_unique<DatagramEndpoint>(1)->context)));
+    ibv_ah* const local_ah = endpoint.create_address_handle(make_path(query_gid(endpoint.context)));
     for (std::uint64_t count = 0; count < 200; ++count) {
         CHECK(endpoint.send(count, ah, echo.qp_num, 0, mtu_bytes) == 0);
     }
-    CHECK(other.post_receive(1, 0, 100) == 0);
-    CHECK(endpoint.send(200, local, other.qp->qp_num, 0, 8) == 0);
-    other.expect(1);
+    CHECK(local_endpoint.post_receive(1, 0, 100) == 0);
+    CHECK(endpoint.send(200, local_ah, local_endpoint.qp->qp_num, 0, 8) == 0);
+    local_endpoint.expect_completion(1);
     for (std::uint64_t count = 0; count <= 200; ++count) {
-        endpoint.expect(count);
+        endpoint.expect_completion(count);
     }
     CHECK(kill(echo.pid, SIGKILL) == 0);
     int status = 0;
     CHECK(waitpid(echo.pid, &status, 0) == echo.pid);
     CHECK(endpoint.send(201, ah, echo.qp_num, 0, 8) == 0);
-    endpoint.expect(201);
-    CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_ah(local) == 0);
+    endpoint.expect_completion(201);
+    CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_ah(local_ah) == 0);
 }
 
 void test_multicast_reaches_every_member() {
@@ -137,23 +140,23 @@ void test_multicast_reaches_every_member() {
     for (const DatagramEndpoint* endpoint : {&sender, &member, &outsider}) {
         CHECK(endpoint->post_receive(1, 0, 200) == 0 && endpoint->post_receive(2, 4096, 200) == 0);
     }
-    ibv_ah* const ah = sender.make_address(path_to(group));
+    ibv_ah* const ah = sender.create_address_handle(make_path(group));
     fill_pattern(sender.buffer->bytes + 8192, 100);
     CHECK(sender.send(3, ah, multicast_qpn, 8192, 100, 0) == 0);
-    CHECK(member.expect(1).src_qp == sender.qp->qp_num);
+    CHECK(member.expect_completion(1).src_qp == sender.qp->qp_num);
     CHECK(has_pattern(member.buffer->bytes + grh_bytes, 100));
     CHECK(std::memcmp(member.buffer->bytes + 24, &group, sizeof group) == 0);
     // The sender gets its own datagram, and the answer of the member in the other process.
-    CHECK(sender.expect(1).src_qp + sender.expect(2).src_qp == sender.qp->qp_num + echo.qp_num);
-    outsider.expect_nothing();
-    member.expect_nothing();
+    CHECK(sender.expect_completion(1).src_qp + sender.expect_completion(2).src_qp == sender.qp->qp_num + echo.qp_num);
+    outsider.expect_no_completion();
+    member.expect_no_completion();
     CHECK(ibv_destroy_qp(member.qp) == EBUSY);
     CHECK(ibv_detach_mcast(sender.qp, &group, 0) == 0 && ibv_detach_mcast(member.qp, &group, 0) == 0);
     CHECK(ibv_detach_mcast(member.qp, &group, 0) == EINVAL && ibv_detach_mcast(outsider.qp, &other_group, 0) == 0);
     CHECK(sender.send(4, ah, multicast_qpn, 8192, 0) == 0); // the process in the group ends after an empty datagram
-    sender.expect(4);
+    sender.expect_completion(4);
     echo.expect_exit();
-    member.expect_nothing();
+    member.expect_no_completion();
     CHECK(ibv_destroy_ah(ah) == 0);
 }
 
@@ -168,12 +171,12 @@ void test_wrong_groups_are_refused() {
     ipv4_host.raw[12] = 10;
     CHECK(ibv_attach_mcast(endpoint.qp, &ipv4_host, 0) == EINVAL);
     CHECK(ibv_attach_mcast(endpoint.qp, &ipv4_group, 0) == 0 && ibv_detach_mcast(endpoint.qp, &ipv4_group, 0) == 0);
-    // The group is full when all numbers of members are taken.
+    // The test takes the socket names of all members, so that the group is full.
     ibv_device_attr limits{};
     CHECK(ibv_query_device(endpoint.context, &limits) == 0 && limits.max_mcast_qp_attach == 56);
     std::vector<Fd> members;
     for (unsigned member = 0; member < 56; ++member) {
-        members.emplace_back(receive_datagrams_at(make_multicast_socket_name(group, member)));
+        members.emplace_back(open_datagram_receiver(make_multicast_socket_name(group, member)));
         CHECK(members.back());
     }
     CHECK(ibv_attach_mcast(endpoint.qp, &group, 0) == ENOMEM);
@@ -228,19 +231,19 @@ void test_hostile_frames_are_discarded() {
     send_changed([](DatagramHeader* header) { header->service_level = 16; });
     send_changed([](DatagramHeader* header) { header->flow_label = 0x100000; });
     send_changed([](DatagramHeader* header) { header->is_roce_v2 = 2; });
-    endpoint.expect_nothing();
+    endpoint.expect_no_completion();
     send(valid, sizeof valid, 8);
-    CHECK(endpoint.expect(1).src_qp == 7);
+    CHECK(endpoint.expect_completion(1).src_qp == 7);
 }
 
-// The pair's thread wakes for the datagram while this thread still sends it to the rest of the group. It must notice
-// the end of the pair.
+// A queue pair is destroyed right after a send to its own group. Its thread wakes for the datagram while this thread
+// still sends to other members. The thread must notice that the queue pair is destroyed.
 void test_pair_ends_right_after_a_send_to_its_group() {
     for (int round = 0; round < 100; ++round) {
         const DatagramEndpoint member(0);
         const ibv_gid group = make_group(7);
         CHECK(ibv_attach_mcast(member.qp, &group, 0) == 0);
-        ibv_ah* const ah = member.make_address(path_to(group));
+        ibv_ah* const ah = member.create_address_handle(make_path(group));
         usleep(2000); // until the thread sleeps, so that this thread sends
         for (int count = 0; count < 16; ++count) {
             CHECK(member.send(1, ah, multicast_qpn, 0, 64, 0) == 0);

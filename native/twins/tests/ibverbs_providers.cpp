@@ -1,6 +1,6 @@
-// Tests that the libraries of this machine's rdma-core can be loaded on the twin. These are the providers, which
-// register themselves when they are loaded, the libraries of providers that programs link (libmlx5, libefa), and
-// librdmacm.
+// Tests of the software twin of libibverbs: the libraries of this machine's rdma-core can be loaded on the twin. These
+// are the providers, which register themselves when they are loaded, the libraries of providers that programs link
+// (libmlx5, libefa), and librdmacm.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -14,10 +14,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int skipped = 77; // SKIP_RETURN_CODE of the test
+constexpr int skipped_exit_code = 77; // SKIP_RETURN_CODE of the test
 
 // Return the paths of the libraries, or an empty list on a machine without rdma-core.
-std::vector<fs::path> rdma_core_libraries() {
+std::vector<fs::path> list_rdma_core_libraries() {
     std::vector<fs::path> libraries;
 #if defined(__x86_64__)
     const char* const debian_folder = "/usr/lib/x86_64-linux-gnu";
@@ -50,10 +50,10 @@ int count_devices() {
 } // namespace
 
 int main() {
-    const std::vector<fs::path> libraries = rdma_core_libraries();
+    const std::vector<fs::path> libraries = list_rdma_core_libraries();
     if (libraries.empty()) {
         std::fprintf(stderr, "skipped: rdma-core is not installed\n");
-        return skipped;
+        return skipped_exit_code;
     }
     const int device_count = count_devices();
     for (const fs::path& library : libraries) {

@@ -1,4 +1,5 @@
-// Tests of registration: valid and refused arguments with their errnos, and dma-bufs.
+// Tests of the software twin of libibverbs: registration of memory regions, with valid and refused arguments, their
+// errnos, and dma-bufs.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -27,19 +28,20 @@ void test_host_memory_registration_is_checked() {
         errno = 0;
         CHECK(ibv_reg_mr_iova2(endpoint.pd, address, length, iova, access) == nullptr && errno == error);
     };
-    const std::uint64_t at = address_of(memory);
-    check_fails(memory, page_bytes, at + 1, all_access, EINVAL);
-    check_fails(memory, 0, at, all_access, EINVAL);
-    check_fails(memory, page_bytes, at, IBV_ACCESS_REMOTE_WRITE, EINVAL);
-    check_fails(memory, page_bytes, at, IBV_ACCESS_REMOTE_ATOMIC, EINVAL);
-    check_fails(memory, page_bytes, at, 1U << 15, EINVAL);
-    check_fails(memory, page_bytes, at, IBV_ACCESS_ON_DEMAND, EINVAL);
-    check_fails(memory, ~0UL - page_bytes, at, all_access, EINVAL);
+    const std::uint64_t memory_address = address_of(memory);
+    check_fails(memory, page_bytes, memory_address + 1, all_access, EINVAL);
+    check_fails(memory, 0, memory_address, all_access, EINVAL);
+    check_fails(memory, page_bytes, memory_address, IBV_ACCESS_REMOTE_WRITE, EINVAL);
+    check_fails(memory, page_bytes, memory_address, IBV_ACCESS_REMOTE_ATOMIC, EINVAL);
+    check_fails(memory, page_bytes, memory_address, 1U << 15, EINVAL);
+    check_fails(memory, page_bytes, memory_address, IBV_ACCESS_ON_DEMAND, EINVAL);
+    check_fails(memory, ~0UL - page_bytes, memory_address, all_access, EINVAL);
     check_fails(nullptr, page_bytes, 0, all_access, EFAULT);
-    void* const hole = mmap(nullptr, 3 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    auto* const bytes = static_cast<char*>(hole);
+    void* const mapping_with_hole =
+        mmap(nullptr, 3 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    auto* const bytes = static_cast<char*>(mapping_with_hole);
     CHECK(munmap(bytes + page_bytes, page_bytes) == 0);
-    check_fails(hole, 3 * page_bytes, address_of(hole), all_access, EFAULT);
+    check_fails(mapping_with_hole, 3 * page_bytes, address_of(mapping_with_hole), all_access, EFAULT);
     CHECK(mprotect(bytes + 2 * page_bytes, page_bytes, PROT_NONE) == 0);
     check_fails(bytes + 2 * page_bytes, 1, address_of(bytes + 2 * page_bytes), 0, EFAULT);
     CHECK(mprotect(bytes + 2 * page_bytes, page_bytes, PROT_READ) == 0);
@@ -56,7 +58,7 @@ void test_host_memory_registration_is_checked() {
     }
 }
 
-int import_errno(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint64_t iova, int fd, int access) {
+int import_and_get_errno(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint64_t iova, int fd, int access) {
     errno = 0;
     ibv_mr* const mr = ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access);
     const int error = errno;
@@ -77,23 +79,23 @@ void test_invalid_dmabuf_imports_fail() {
     const int fd = dmabuf.get();
     constexpr int access = all_access;
 
-    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, fd, access) == 0);
-    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0x7f0000000000, fd,
-                       all_access_atomic | IBV_ACCESS_RELAXED_ORDERING) == 0);
-    CHECK(import_errno(endpoint.pd, 3, page_bytes, page_bytes + 3, fd, access) == 0);
-    CHECK(import_errno(endpoint.pd, 0, page_bytes, 1, -1, access) == EINVAL);
-    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, -1, access | IBV_ACCESS_ON_DEMAND) == EINVAL);
-    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, -1, access | IBV_ACCESS_MW_BIND) == EINVAL);
-    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, -1, IBV_ACCESS_REMOTE_WRITE) == EINVAL);
-    CHECK(import_errno(endpoint.pd, ~0UL - page_bytes + 1, page_bytes, 0, -1, access) == EINVAL);
-    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, -1, access) == EBADF);
-    CHECK(import_errno(endpoint.pd, 0, 0, 0, -1, access) == EBADF);
-    CHECK(import_errno(endpoint.pd, 0, 1UL << 40, 0, -1, access) == EBADF);
-    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, plain_memfd.get(), access) == EINVAL);
-    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, dev_null.get(), access) == EINVAL);
-    CHECK(import_errno(endpoint.pd, 0, 16 * page_bytes + 1, 0, fd, access) == EINVAL);
-    CHECK(import_errno(endpoint.pd, 16 * page_bytes, 1, 0, fd, access) == EINVAL);
-    CHECK(import_errno(endpoint.pd, 0, 0, 0, fd, access) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, fd, access) == 0);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0x7f0000000000, fd,
+                               all_access_atomic | IBV_ACCESS_RELAXED_ORDERING) == 0);
+    CHECK(import_and_get_errno(endpoint.pd, 3, page_bytes, page_bytes + 3, fd, access) == 0);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 1, -1, access) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, -1, access | IBV_ACCESS_ON_DEMAND) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, -1, access | IBV_ACCESS_MW_BIND) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, -1, IBV_ACCESS_REMOTE_WRITE) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, ~0UL - page_bytes + 1, page_bytes, 0, -1, access) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, -1, access) == EBADF);
+    CHECK(import_and_get_errno(endpoint.pd, 0, 0, 0, -1, access) == EBADF);
+    CHECK(import_and_get_errno(endpoint.pd, 0, 1UL << 40, 0, -1, access) == EBADF);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, plain_memfd.get(), access) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, dev_null.get(), access) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 0, 16 * page_bytes + 1, 0, fd, access) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 16 * page_bytes, 1, 0, fd, access) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 0, 0, 0, fd, access) == EINVAL);
     ibv_mr* const mr = ibv_reg_dmabuf_mr(endpoint.pd, page_bytes + 8, 100, 0x5000008, fd, access);
     CHECK(mr != nullptr && address_of(mr->addr) == page_bytes + 8 && mr->length == 100);
     CHECK(ibv_dereg_mr(mr) == 0);
@@ -105,11 +107,12 @@ void test_invalid_dmabuf_imports_fail() {
 void test_region_covers_dmabuf_of_two_extents() {
     Endpoint requester, responder;
     connect(&requester, &responder);
-    Fd first(make_device_memory(4 * page_bytes)), second(make_device_memory(4 * page_bytes));
-    const Extent extents[] = {{first.get(), 2 * page_bytes, 2 * page_bytes}, {second.get(), 0, 4 * page_bytes}};
+    Fd first_memory(make_device_memory(4 * page_bytes)), second_memory(make_device_memory(4 * page_bytes));
+    const Extent extents[] = {{first_memory.get(), 2 * page_bytes, 2 * page_bytes},
+                              {second_memory.get(), 0, 4 * page_bytes}};
     Fd dmabuf(export_dmabuf(extents));
     CHECK(dmabuf);
-    void* const view = mmap(nullptr, 4 * page_bytes, PROT_READ, MAP_SHARED, second.get(), 0);
+    void* const view = mmap(nullptr, 4 * page_bytes, PROT_READ, MAP_SHARED, second_memory.get(), 0);
     CHECK(view != MAP_FAILED);
     ibv_mr* const first_region =
         ibv_reg_dmabuf_mr(responder.pd, page_bytes + 7, 3 * page_bytes, 0x10007, dmabuf.get(), all_access);
@@ -117,19 +120,19 @@ void test_region_covers_dmabuf_of_two_extents() {
         ibv_reg_dmabuf_mr(responder.pd, 3 * page_bytes, page_bytes, 0, dmabuf.get(), all_access);
     CHECK(first_region != nullptr && second_region != nullptr);
     dmabuf.reset();
-    first.reset();
-    second.reset();
-    Buffer from(requester.pd, 3 * page_bytes), back(requester.pd, 3 * page_bytes);
+    first_memory.reset();
+    second_memory.reset();
+    Buffer from(requester.pd, 3 * page_bytes), readback(requester.pd, 3 * page_bytes);
     fill_pattern(from.bytes, 3 * page_bytes);
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, 0x10007, first_region->rkey), {from.sge(0, 3 * page_bytes)}) ==
-          0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 0x10007, first_region->rkey),
+                         {from.sge(0, 3 * page_bytes)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(view, 2 * page_bytes + 7, page_bytes - 7));
-    CHECK(requester.post(request(2, IBV_WR_RDMA_READ, 0x10007, first_region->rkey), {back.sge(0, 3 * page_bytes)}) ==
-          0);
+    CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, 0x10007, first_region->rkey),
+                         {readback.sge(0, 3 * page_bytes)}) == 0);
     requester.expect_completion(2, IBV_WC_SUCCESS);
-    CHECK(has_pattern(back.bytes, 3 * page_bytes));
-    CHECK(requester.post(request(3, IBV_WR_RDMA_WRITE, 5, second_region->rkey), {from.sge(0, 10)}) == 0);
+    CHECK(has_pattern(readback.bytes, 3 * page_bytes));
+    CHECK(requester.post(make_request(3, IBV_WR_RDMA_WRITE, 5, second_region->rkey), {from.sge(0, 10)}) == 0);
     requester.expect_completion(3, IBV_WC_SUCCESS);
     CHECK(std::memcmp(static_cast<char*>(view) + page_bytes + 5, from.bytes, 10) == 0);
     CHECK(ibv_dereg_mr(first_region) == 0 && ibv_dereg_mr(second_region) == 0);
@@ -164,15 +167,15 @@ void test_locked_memory_limit_is_enforced() {
     // The same pages count again for a second registration.
     CHECK(register_and_get_errno(2 * page_bytes) == ENOMEM);
     CHECK(ibv_dereg_mr(mr) == 0);
-    ibv_mr* const other = ibv_reg_mr(endpoint.pd, memory + 1, 3 * page_bytes, all_access);
-    CHECK(other != nullptr && ibv_dereg_mr(other) == 0);
+    ibv_mr* const second_mr = ibv_reg_mr(endpoint.pd, memory + 1, 3 * page_bytes, all_access);
+    CHECK(second_mr != nullptr && ibv_dereg_mr(second_mr) == 0);
     set_limit(0);
     CHECK(register_and_get_errno(1) == EPERM);
     // Device memory does not count as locked memory.
     const Fd device(make_device_memory(page_bytes));
     const Extent whole_extent{device.get(), 0, page_bytes};
     const Fd dmabuf(export_dmabuf({&whole_extent, 1}));
-    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, dmabuf.get(), all_access) == 0);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, dmabuf.get(), all_access) == 0);
 }
 
 } // namespace

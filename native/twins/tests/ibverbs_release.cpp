@@ -1,4 +1,5 @@
-// Tests of releasing objects: parents whose children are alive, objects that were released before, and unknown objects.
+// Tests of the software twin of libibverbs: releasing parents whose children are alive, objects that were released
+// before, and unknown objects.
 #include <sys/wait.h>
 
 #include <functional>
@@ -10,7 +11,7 @@ using namespace gdrkit::twin::tests;
 namespace {
 
 // Run `body` in a child process, which must abort, and return the stderr of the child.
-std::string abort_text(const std::function<void()>& body) {
+std::string capture_abort_text(const std::function<void()>& body) {
     int pipe_fds[2];
     CHECK(pipe(pipe_fds) == 0);
     const pid_t child = fork();
@@ -20,27 +21,27 @@ std::string abort_text(const std::function<void()>& body) {
         _exit(0);
     }
     close(pipe_fds[1]);
-    std::string text;
+    std::string stderr_text;
     char buffer[4096];
     for (ssize_t count = 0; (count = read(pipe_fds[0], buffer, sizeof buffer)) > 0;) {
-        text.append(buffer, static_cast<std::size_t>(count));
+        stderr_text.append(buffer, static_cast<std::size_t>(count));
     }
     close(pipe_fds[0]);
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
-    return text;
+    return stderr_text;
 }
 
-void check_double_release(const char* kind, const std::function<void()>& body) {
-    const std::string text = abort_text(body);
-    const bool has_kind = text.find(kind) != std::string::npos;
-    const bool has_first_release = text.find("released first at") != std::string::npos;
-    const bool has_second_release = text.find("released again at") != std::string::npos;
-    if (!has_kind || !has_first_release || !has_second_release) {
-        std::fprintf(stderr, "%s", text.c_str());
+void check_double_release(const char* type_name, const std::function<void()>& body) {
+    const std::string stderr_text = capture_abort_text(body);
+    const bool has_type_name = stderr_text.find(type_name) != std::string::npos;
+    const bool has_first_release = stderr_text.find("released first at") != std::string::npos;
+    const bool has_second_release = stderr_text.find("released again at") != std::string::npos;
+    if (!has_type_name || !has_first_release || !has_second_release) {
+        std::fprintf(stderr, "%s", stderr_text.c_str());
     }
-    CHECK(has_kind && has_first_release && has_second_release);
+    CHECK(has_type_name && has_first_release && has_second_release);
 }
 
 // Every child process opens its devices after the fork.

@@ -1,4 +1,5 @@
-// Tests of shared receive queues: limits, events, and queue pairs that consume their requests.
+// Tests of the software twin of libibverbs: shared receive queues, with their limits and events, and queue pairs that
+// consume their requests.
 #include <memory>
 
 #include "tests/ibverbs_support.hpp"
@@ -37,10 +38,10 @@ void test_creation_checks_limits() {
     ibv_device_attr device{};
     CHECK(ibv_query_device(endpoint.context, &device) == 0);
     CHECK(device.max_srq > 0 && device.max_srq_wr > 0 && device.max_srq_sge > 0);
-    const ibv_srq_attr refused[] = {{0, 1, 0},
-                                    {static_cast<std::uint32_t>(device.max_srq_wr) + 1, 1, 0},
-                                    {1, static_cast<std::uint32_t>(device.max_srq_sge) + 1, 0}};
-    for (const ibv_srq_attr& attr : refused) {
+    const ibv_srq_attr refused_attrs[] = {{0, 1, 0},
+                                          {static_cast<std::uint32_t>(device.max_srq_wr) + 1, 1, 0},
+                                          {1, static_cast<std::uint32_t>(device.max_srq_sge) + 1, 0}};
+    for (const ibv_srq_attr& attr : refused_attrs) {
         ibv_srq_init_attr init{nullptr, attr};
         CHECK(ibv_create_srq(endpoint.pd, &init) == nullptr && errno == EINVAL);
     }
@@ -52,7 +53,7 @@ void test_used_objects_cannot_be_destroyed() {
     CHECK(ibv_destroy_srq(endpoint.srq) == EBUSY);
     CHECK(endpoint.qp->srq == endpoint.srq);
     CHECK(endpoint.modify_to_init() == 0);
-    // The pair has no receive queue of its own.
+    // The queue pair has only the shared receive queue.
     CHECK(endpoint.post_receive(1, {}) == EINVAL);
     CHECK(ibv_destroy_qp(endpoint.qp) == 0);
     endpoint.qp = nullptr;
@@ -61,18 +62,18 @@ void test_used_objects_cannot_be_destroyed() {
 
 void test_two_queue_pairs_consume_in_order() {
     SharedReceiver shared(3);
-    Buffer from(shared.first_sender.pd, 64), other(shared.second_sender.pd, 64);
+    Buffer from(shared.first_sender.pd, 64), second_source(shared.second_sender.pd, 64);
     fill_pattern(from.bytes, 64);
-    fill_pattern(other.bytes, 64, 100);
+    fill_pattern(second_source.bytes, 64, 100);
     for (std::uint64_t wr_id = 1; wr_id <= 3; ++wr_id) {
         CHECK(shared.post(wr_id) == 0);
     }
     CHECK(shared.post(4) == ENOMEM);
-    CHECK(shared.first_sender.post(request(1, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+    CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
     shared.first_sender.expect_completion(1, IBV_WC_SUCCESS);
     ibv_wc wc = shared.receiver.poll_completion();
     CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.qp_num == shared.first_qp->qp_num);
-    CHECK(shared.second_sender.post(request(2, IBV_WR_SEND), {other.sge(0, 64)}) == 0);
+    CHECK(shared.second_sender.post(make_request(2, IBV_WR_SEND), {second_source.sge(0, 64)}) == 0);
     shared.second_sender.expect_completion(2, IBV_WC_SUCCESS);
     wc = shared.receiver.poll_completion();
     CHECK(wc.wr_id == 2 && wc.qp_num == shared.second_qp->qp_num);
@@ -82,12 +83,12 @@ void test_two_queue_pairs_consume_in_order() {
 }
 
 void test_empty_queue_is_not_ready() {
-    Settings impatient;
-    impatient.rnr_retry = 1;
-    Endpoint sender(1, impatient), receiver;
+    Settings impatient_settings;
+    impatient_settings.rnr_retry = 1;
+    Endpoint sender(1, impatient_settings), receiver;
     receiver.use_shared_receive_queue(4);
     connect(&sender, &receiver);
-    CHECK(sender.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
     sender.expect_completion(1, IBV_WC_RNR_RETRY_EXC_ERR);
 }
 
@@ -102,14 +103,14 @@ void test_limit_raises_one_event() {
     attr.srq_limit = 3;
     CHECK(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT) == 0);
     const auto send = [&] {
-        CHECK(shared.first_sender.post(request(1, IBV_WR_SEND), {}) == 0);
+        CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
         shared.first_sender.expect_completion(1, IBV_WC_SUCCESS);
         shared.receiver.poll_completion();
     };
     send();
     CHECK(!is_readable(shared.receiver.context->async_fd, 0));
     send();
-    const ibv_async_event event = next_event(shared.receiver.context);
+    const ibv_async_event event = wait_for_event(shared.receiver.context);
     CHECK(event.event_type == IBV_EVENT_SRQ_LIMIT_REACHED && event.element.srq == srq);
     CHECK(ibv_query_srq(srq, &attr) == 0 && attr.srq_limit == 0 && attr.max_wr == 8 && attr.max_sge == 4);
     send();
@@ -130,10 +131,10 @@ void test_error_state_raises_last_wqe_event() {
     SharedReceiver shared(4);
     CHECK(shared.post(1) == 0);
     CHECK(shared.receiver.modify_to(IBV_QPS_ERR) == 0);
-    const ibv_async_event event = next_event(shared.receiver.context);
+    const ibv_async_event event = wait_for_event(shared.receiver.context);
     CHECK(event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED && event.element.qp == shared.second_qp);
-    // The request was not flushed: the other pair receives with it.
-    CHECK(shared.first_sender.post(request(1, IBV_WR_SEND), {}) == 0);
+    // The request was not flushed. The other queue pair uses it for its receive.
+    CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
     const ibv_wc wc = shared.receiver.poll_completion();
     CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.qp_num == shared.first_qp->qp_num);
 }
@@ -144,10 +145,10 @@ void test_destroyed_queue_pair_frees_slots() {
     connect(&sender, &receiver);
     const Buffer into(receiver.pd, 64);
     CHECK(receiver.post_shared_receive(1, into.sge(0, 64)) == 0);
-    CHECK(sender.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(receiver.post_shared_receive(2, into.sge(0, 64)) == ENOMEM);
-    // The destroyed pair takes its completion with it, which frees the slot.
+    // Destroying the queue pair removes its completion from the completion queue, which frees the slot.
     CHECK(ibv_destroy_qp(receiver.qp) == 0);
     receiver.qp = nullptr;
     CHECK(receiver.post_shared_receive(3, into.sge(0, 64)) == 0);

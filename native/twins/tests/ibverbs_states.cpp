@@ -1,4 +1,4 @@
-// Tests of the state machine of a reliable-connected queue pair.
+// Tests of the software twin of libibverbs: the state machine of a reliable-connected queue pair (RC).
 #include "tests/ibverbs_support.hpp"
 
 using namespace gdrkit::twin::tests;
@@ -11,23 +11,24 @@ void test_wrong_masks_and_attributes_are_refused() {
     attr.qp_state = IBV_QPS_INIT;
     attr.port_num = 1;
     constexpr int init_mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
-    for (const int missing : {IBV_QP_PKEY_INDEX, IBV_QP_PORT, IBV_QP_ACCESS_FLAGS}) {
-        CHECK(ibv_modify_qp(requester.qp, &attr, init_mask & ~missing) == EINVAL);
+    for (const int missing_flag : {IBV_QP_PKEY_INDEX, IBV_QP_PORT, IBV_QP_ACCESS_FLAGS}) {
+        CHECK(ibv_modify_qp(requester.qp, &attr, init_mask & ~missing_flag) == EINVAL);
     }
     CHECK(ibv_modify_qp(requester.qp, &attr, init_mask | IBV_QP_QKEY) == EINVAL);
     CHECK(requester.modify_to(IBV_QPS_ERR) == EINVAL && requester.modify_to_rtr(responder.address()) == EINVAL &&
           requester.modify_to_rts() == EINVAL);
     attr.port_num = 2;
     CHECK(ibv_modify_qp(requester.qp, &attr, init_mask) == EINVAL);
-    CHECK(requester.modify_to_init() == 0 && requester.state() == IBV_QPS_INIT && requester.qp->state == IBV_QPS_INIT);
+    CHECK(requester.modify_to_init() == 0 && requester.query_state() == IBV_QPS_INIT &&
+          requester.qp->state == IBV_QPS_INIT);
 
-    for (const int missing : {IBV_QP_AV, IBV_QP_PATH_MTU, IBV_QP_DEST_QPN, IBV_QP_RQ_PSN, IBV_QP_MAX_DEST_RD_ATOMIC,
-                              IBV_QP_MIN_RNR_TIMER}) {
-        attr = requester.rtr_attr(responder.address());
-        CHECK(ibv_modify_qp(requester.qp, &attr, Endpoint::rtr_mask & ~missing) == EINVAL);
+    for (const int missing_flag : {IBV_QP_AV, IBV_QP_PATH_MTU, IBV_QP_DEST_QPN, IBV_QP_RQ_PSN,
+                                   IBV_QP_MAX_DEST_RD_ATOMIC, IBV_QP_MIN_RNR_TIMER}) {
+        attr = requester.make_rtr_attr(responder.address());
+        CHECK(ibv_modify_qp(requester.qp, &attr, Endpoint::rtr_mask & ~missing_flag) == EINVAL);
     }
     const auto check_refused = [&](auto change) {
-        ibv_qp_attr changed_attr = requester.rtr_attr(responder.address());
+        ibv_qp_attr changed_attr = requester.make_rtr_attr(responder.address());
         change(&changed_attr);
         CHECK(ibv_modify_qp(requester.qp, &changed_attr, Endpoint::rtr_mask) == EINVAL);
     };
@@ -38,19 +39,19 @@ void test_wrong_masks_and_attributes_are_refused() {
     check_refused([](ibv_qp_attr* attr) { attr->dest_qp_num = 1U << 24; });
     check_refused([](ibv_qp_attr* attr) { attr->max_dest_rd_atomic = 17; });
     check_refused([](ibv_qp_attr* attr) { attr->min_rnr_timer = 32; });
-    CHECK(requester.modify_to_rtr(responder.address()) == 0 && requester.state() == IBV_QPS_RTR);
+    CHECK(requester.modify_to_rtr(responder.address()) == 0 && requester.query_state() == IBV_QPS_RTR);
 
-    for (const int missing :
+    for (const int missing_flag :
          {IBV_QP_TIMEOUT, IBV_QP_RETRY_CNT, IBV_QP_RNR_RETRY, IBV_QP_SQ_PSN, IBV_QP_MAX_QP_RD_ATOMIC}) {
         attr = {};
         attr.qp_state = IBV_QPS_RTS;
-        CHECK(ibv_modify_qp(requester.qp, &attr, Endpoint::rts_mask & ~missing) == EINVAL);
+        CHECK(ibv_modify_qp(requester.qp, &attr, Endpoint::rts_mask & ~missing_flag) == EINVAL);
     }
     attr = {};
     attr.qp_state = IBV_QPS_RTS;
     attr.timeout = 32;
     CHECK(ibv_modify_qp(requester.qp, &attr, Endpoint::rts_mask) == EINVAL);
-    CHECK(requester.modify_to_rts() == 0 && requester.state() == IBV_QPS_RTS);
+    CHECK(requester.modify_to_rts() == 0 && requester.query_state() == IBV_QPS_RTS);
     attr = {};
     attr.cur_qp_state = IBV_QPS_RTR;
     attr.min_rnr_timer = 3;
@@ -64,7 +65,7 @@ void test_wrong_masks_and_attributes_are_refused() {
     }
     CHECK(requester.modify_to(IBV_QPS_ERR) == 0 && requester.modify_to_rts() == EINVAL &&
           requester.modify_to(IBV_QPS_RESET) == 0);
-    CHECK(requester.state() == IBV_QPS_RESET);
+    CHECK(requester.query_state() == IBV_QPS_RESET);
 }
 
 void test_query_returns_attributes() {
@@ -86,7 +87,7 @@ void test_reset_discards_everything() {
     connect(&requester, &responder);
     Buffer from(requester.pd, 8), to(responder.pd, 8);
     const auto write = [&](std::uint64_t id) {
-        return requester.post(request(id, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.sge(0, 8)});
+        return requester.post(make_request(id, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey), {from.sge(0, 8)});
     };
     CHECK(write(1) == 0);
     CHECK(requester.post_receive(2, {}) == 0);
@@ -108,10 +109,10 @@ void test_error_state_flushes_requests_in_order() {
     Endpoint requester(0, settings), responder;
     requester.connect(responder.address());
     for (std::uint64_t id = 1; id <= 5; ++id) {
-        CHECK(requester.post(request(id, IBV_WR_SEND, 0, 0, 0), {}) == 0);
+        CHECK(requester.post(make_request(id, IBV_WR_SEND, 0, 0, 0), {}) == 0);
         CHECK(requester.post_receive(100 + id, {}) == 0);
     }
-    // The first request waits for a peer that is not ready; the error state ends the wait.
+    // The first request waits for a peer that is not ready. The error state ends the wait.
     CHECK(requester.modify_to(IBV_QPS_ERR) == 0);
     std::uint64_t next_send = 1, next_receive = 101;
     for (int count = 0; count < 10; ++count) {
@@ -143,8 +144,8 @@ void test_invalid_create_arguments_are_refused() {
     init.cap.max_send_wr = 1;
     init.send_cq = nullptr;
     check_fails(EINVAL);
-    Endpoint other(1);
-    init.send_cq = other.cq;
+    Endpoint other_endpoint(1);
+    init.send_cq = other_endpoint.cq;
     check_fails(EINVAL);
     errno = 0;
     CHECK(ibv_create_cq(endpoint.context, 0, nullptr, nullptr, 0) == nullptr && errno == EINVAL);

@@ -1,4 +1,5 @@
-// Helpers of the verbs twin's tests: they open devices, connect queue pairs, and post requests by one call.
+// Helpers for the tests of the software twin of libibverbs: they open devices, connect queue pairs, and post requests
+// with one call.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -26,11 +27,13 @@ inline void isolate_from_other_processes() {
 constexpr int all_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
 constexpr int all_access_atomic = all_access | IBV_ACCESS_REMOTE_ATOMIC;
 
-// The test pattern: neighbouring bytes differ, and so do the same bytes of neighbouring pages. `salt` shifts it.
+// Return a byte of the test pattern. Neighbouring bytes differ, and so do bytes at the same offset of neighbouring
+// pages.
 inline std::uint8_t pattern_at(std::size_t index) {
     return static_cast<std::uint8_t>(index * 131U + (index >> 8) * 7U + (index >> 16) + 1U);
 }
 
+// fill_pattern() and has_pattern() use the pattern from the byte with the index `salt` on.
 inline void fill_pattern(void* memory, std::size_t size_bytes, std::size_t salt = 0) {
     auto* const bytes = static_cast<std::uint8_t*>(memory);
     for (std::size_t index = 0; index < size_bytes; ++index) {
@@ -82,7 +85,7 @@ struct Endpoint {
     ibv_pd* pd;
     ibv_comp_channel* channel = nullptr;
     ibv_cq* cq;
-    ibv_srq* srq = nullptr; // for the next queue pair of this endpoint
+    ibv_srq* srq = nullptr; // the next queue pair of this endpoint uses it
     ibv_qp* qp;
     Settings settings;
     std::uint32_t psn = 0x123;
@@ -147,7 +150,7 @@ struct Endpoint {
         attr.qp_access_flags = settings.access;
         return ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
     }
-    ibv_qp_attr rtr_attr(const Address& peer) const {
+    ibv_qp_attr make_rtr_attr(const Address& peer) const {
         ibv_qp_attr attr{};
         attr.qp_state = IBV_QPS_RTR;
         attr.path_mtu = IBV_MTU_4096;
@@ -165,7 +168,7 @@ struct Endpoint {
     static constexpr int rtr_mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
                                     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
     int modify_to_rtr(const Address& peer) {
-        ibv_qp_attr attr = rtr_attr(peer);
+        ibv_qp_attr attr = make_rtr_attr(peer);
         return ibv_modify_qp(qp, &attr, rtr_mask);
     }
     static constexpr int rts_mask =
@@ -190,14 +193,14 @@ struct Endpoint {
         CHECK(modify_to_rtr(peer) == 0);
         CHECK(modify_to_rts() == 0);
     }
-    ibv_qp_state state() {
+    ibv_qp_state query_state() {
         ibv_qp_attr attr{};
         ibv_qp_init_attr init{};
         CHECK(ibv_query_qp(qp, &attr, IBV_QP_STATE, &init) == 0);
         return attr.qp_state;
     }
 
-    // Poll the next completion; fail the test after ten seconds without one.
+    // Poll the next completion. Fail the test after ten seconds without a completion.
     ibv_wc poll_completion() {
         ibv_wc wc{};
         for (int tries = 0; tries < 100000; ++tries) {
@@ -255,8 +258,8 @@ struct Endpoint {
     }
 };
 
-inline ibv_send_wr request(std::uint64_t wr_id, ibv_wr_opcode opcode, std::uint64_t remote = 0, std::uint32_t rkey = 0,
-                           unsigned flags = IBV_SEND_SIGNALED) {
+inline ibv_send_wr make_request(std::uint64_t wr_id, ibv_wr_opcode opcode, std::uint64_t remote = 0,
+                                std::uint32_t rkey = 0, unsigned flags = IBV_SEND_SIGNALED) {
     ibv_send_wr wr{};
     wr.wr_id = wr_id;
     wr.opcode = opcode;
@@ -289,8 +292,10 @@ struct Buffer {
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
 
-    [[nodiscard]] std::uint64_t at(std::size_t offset = 0) const { return address_of(bytes + offset); }
-    [[nodiscard]] ibv_sge sge(std::size_t offset, std::size_t length) const { return make_sge(mr, at(offset), length); }
+    [[nodiscard]] std::uint64_t address_at(std::size_t offset = 0) const { return address_of(bytes + offset); }
+    [[nodiscard]] ibv_sge sge(std::size_t offset, std::size_t length) const {
+        return make_sge(mr, address_at(offset), length);
+    }
 
     std::size_t size_bytes;
     std::uint8_t* bytes;
@@ -307,8 +312,8 @@ inline bool is_readable(int fd, int timeout_ms) {
     return poll(&poll_fd, 1, timeout_ms) == 1;
 }
 
-// Get and acknowledge the next asynchronous event; fail the test after ten seconds without one.
-inline ibv_async_event next_event(ibv_context* context) {
+// Get and acknowledge the next asynchronous event. Fail the test after ten seconds without an event.
+inline ibv_async_event wait_for_event(ibv_context* context) {
     CHECK(is_readable(context->async_fd, 10000));
     ibv_async_event event{};
     CHECK(ibv_get_async_event(context, &event) == 0);

@@ -1,4 +1,4 @@
-// A benchmark of the verbs twin. For comparison it also measures the kernel in the same run.
+// A benchmark of the software twin of libibverbs. For comparison, it also measures the kernel in the same run.
 //
 // - Twin: RDMA WRITE and READ of 4 KiB (depth 64, in lists of 32 requests) and of 1 MiB (depth 4).
 //   The target is another process or another queue pair of this process. Its memory is host memory and, with the CUDA
@@ -38,26 +38,27 @@ constexpr std::size_t memory_bytes = 16UL << 20;
 constexpr unsigned max_list_length = 32;
 
 // Size of the requests, the largest number of requests in flight, and the number of requests per post call.
-struct Shape {
+struct RequestShape {
     std::size_t bytes;
     unsigned depth, list_length;
 };
-constexpr Shape small_requests{small_bytes, 64, max_list_length}, large_requests{large_bytes, 4, 2};
+constexpr RequestShape small_requests{small_bytes, 64, max_list_length}, large_requests{large_bytes, 4, 2};
 
-double measure_ms = 300;
-std::string selected_name; // measure only this row; empty: measure all
+double measure_time_ms = 300;
+std::string selected_name; // measure only this row, or all rows if the name is empty
 
-// Run `step` for the measuring time and return operations per second; `step` returns the number of its operations.
-double operations_per_second(const std::function<unsigned()>& step) {
+// Call `step` repeatedly for the measuring time. `step` returns the number of its operations. Return the operations per
+// second.
+double measure_operations_per_second(const std::function<unsigned()>& step) {
     step();
-    std::uint64_t done = 0;
+    std::uint64_t operations_count = 0;
     const auto begin = Clock::now();
     double elapsed_s = 0;
     do {
-        done += step();
+        operations_count += step();
         elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
-    } while (elapsed_s * 1000 < measure_ms);
-    return static_cast<double>(done) / elapsed_s;
+    } while (elapsed_s * 1000 < measure_time_ms);
+    return static_cast<double>(operations_count) / elapsed_s;
 }
 
 // ---- the target's memory
@@ -74,13 +75,14 @@ struct Target {
 enum : unsigned { host, dmabuf, device, memory_type_count };
 constexpr const char* memory_type_names[memory_type_count] = {"host memory", "dma-buf", "device address"};
 
-void* symbol(void* library, const char* name) {
+void* find_symbol(void* library, const char* name) {
     void* const address = dlsym(library, name);
     CHECK(address != nullptr);
     return address;
 }
 
-// The target's memory regions: host memory and, with the CUDA twin, device memory registered in two ways.
+// The target's memory regions: host memory and, with the CUDA twin, device memory. Device memory is registered twice,
+// by a dma-buf and by its address.
 struct Regions {
     Buffer memory;
     ibv_mr* device_mrs[2] = {nullptr, nullptr};
@@ -88,7 +90,7 @@ struct Regions {
 
     Regions(Endpoint* endpoint, const char* cuda_path) : memory(endpoint->pd, memory_bytes) {
         target.address = endpoint->address();
-        target.buffers[host] = {memory.at(), memory.mr->rkey};
+        target.buffers[host] = {memory.address_at(), memory.mr->rkey};
         if (cuda_path == nullptr) {
             return;
         }
@@ -98,13 +100,14 @@ struct Regions {
         Handle context = nullptr;
         std::uint64_t address = 0;
         int fd = -1;
-        CHECK(reinterpret_cast<int (*)(unsigned)>(symbol(library, "cuInit"))(0) == 0);
-        CHECK(reinterpret_cast<int (*)(Handle*, int)>(symbol(library, "cuDevicePrimaryCtxRetain"))(&context, 0) == 0);
-        CHECK(reinterpret_cast<int (*)(Handle)>(symbol(library, "cuCtxSetCurrent"))(context) == 0);
-        CHECK(reinterpret_cast<int (*)(std::uint64_t*, std::size_t)>(symbol(library, "cuMemAlloc_v2"))(
+        CHECK(reinterpret_cast<int (*)(unsigned)>(find_symbol(library, "cuInit"))(0) == 0);
+        CHECK(reinterpret_cast<int (*)(Handle*, int)>(find_symbol(library, "cuDevicePrimaryCtxRetain"))(&context, 0) ==
+              0);
+        CHECK(reinterpret_cast<int (*)(Handle)>(find_symbol(library, "cuCtxSetCurrent"))(context) == 0);
+        CHECK(reinterpret_cast<int (*)(std::uint64_t*, std::size_t)>(find_symbol(library, "cuMemAlloc_v2"))(
                   &address, memory_bytes) == 0);
         CHECK(reinterpret_cast<int (*)(void*, std::uint64_t, std::size_t, int, std::uint64_t)>(
-                  symbol(library, "cuMemGetHandleForAddressRange"))(&fd, address, memory_bytes, 1, 0) == 0);
+                  find_symbol(library, "cuMemGetHandleForAddressRange"))(&fd, address, memory_bytes, 1, 0) == 0);
         device_mrs[0] = ibv_reg_dmabuf_mr(endpoint->pd, 0, memory_bytes, address, fd, all_access);
         device_mrs[1] = ibv_reg_mr(endpoint->pd, reinterpret_cast<void*>(address), memory_bytes, all_access);
         close(fd);
@@ -137,17 +140,17 @@ public:
         fill_pattern(memory_.bytes, memory_.size_bytes);
     }
 
-    double measure_rate(ibv_wr_opcode opcode, unsigned memory_type, const Shape& shape) {
+    double measure_rate(ibv_wr_opcode opcode, unsigned memory_type, const RequestShape& shape) {
         offset_ = 0;
-        const double result = operations_per_second([&] {
+        const double result = measure_operations_per_second([&] {
             while (in_flight_ + shape.list_length <= shape.depth) {
                 post(opcode, target_.buffers[memory_type], shape);
             }
-            const unsigned before = in_flight_;
+            const unsigned in_flight_before = in_flight_;
             while (in_flight_ + shape.list_length > shape.depth) {
                 poll_completions();
             }
-            return before - in_flight_;
+            return in_flight_before - in_flight_;
         });
         while (in_flight_ > 0) {
             poll_completions();
@@ -156,7 +159,7 @@ public:
     }
 
 private:
-    void post(ibv_wr_opcode opcode, const RemoteBuffer& buffer, const Shape& shape) {
+    void post(ibv_wr_opcode opcode, const RemoteBuffer& buffer, const RequestShape& shape) {
         ibv_sge sges[max_list_length];
         ibv_send_wr list[max_list_length] = {};
         for (unsigned index = 0; index < shape.list_length; ++index) {
@@ -175,8 +178,8 @@ private:
         in_flight_ += shape.list_length;
     }
 
-    // Poll the completions that are there. If there are none, arm the queue, sleep until its next event and return; the
-    // caller polls again.
+    // Poll the completions that have arrived. If there are none, arm the queue, sleep until its next event and return.
+    // The caller then polls again.
     void poll_completions() {
         ibv_wc wc[max_list_length];
         int count = ibv_poll_cq(endpoint_->cq, max_list_length, wc);
@@ -185,7 +188,7 @@ private:
             count = ibv_poll_cq(endpoint_->cq, max_list_length, wc);
             if (count == 0) {
                 CHECK(is_readable(endpoint_->channel->fd, 10000));
-                wait_event();
+                take_event();
                 return;
             }
         }
@@ -196,7 +199,7 @@ private:
         in_flight_ -= static_cast<unsigned>(count);
     }
 
-    void wait_event() {
+    void take_event() {
         ibv_cq* cq = nullptr;
         void* context = nullptr;
         CHECK(ibv_get_cq_event(endpoint_->channel, &cq, &context) == 0);
@@ -227,11 +230,12 @@ struct CachedFile {
 };
 
 double measure_pread(const CachedFile& file) {
-    std::size_t at = 0;
-    return operations_per_second([&] {
-        void* const to = file.memory.get() + at % (large_requests.depth * large_bytes);
-        CHECK(pread(file.fd.get(), to, large_bytes, static_cast<off_t>(at)) == static_cast<ssize_t>(large_bytes));
-        at = (at + large_bytes) % memory_bytes;
+    std::size_t file_offset = 0;
+    return measure_operations_per_second([&] {
+        void* const to = file.memory.get() + file_offset % (large_requests.depth * large_bytes);
+        CHECK(pread(file.fd.get(), to, large_bytes, static_cast<off_t>(file_offset)) ==
+              static_cast<ssize_t>(large_bytes));
+        file_offset = (file_offset + large_bytes) % memory_bytes;
         return 1U;
     });
 }
@@ -246,9 +250,11 @@ public:
         if (!fd_) {
             return;
         }
-        auto* const submission = map(params.sq_off.array + params.sq_entries * sizeof(unsigned), IORING_OFF_SQ_RING);
-        auto* const completion = map(params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
-        entries_ = reinterpret_cast<io_uring_sqe*>(map(params.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
+        auto* const submission =
+            map_ring(params.sq_off.array + params.sq_entries * sizeof(unsigned), IORING_OFF_SQ_RING);
+        auto* const completion =
+            map_ring(params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
+        entries_ = reinterpret_cast<io_uring_sqe*>(map_ring(params.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
         sq_tail_ = reinterpret_cast<std::atomic<unsigned>*>(submission + params.sq_off.tail);
         sq_mask_ = *reinterpret_cast<unsigned*>(submission + params.sq_off.ring_mask);
         sq_array_ = reinterpret_cast<unsigned*>(submission + params.sq_off.array);
@@ -260,12 +266,12 @@ public:
     explicit operator bool() const { return static_cast<bool>(fd_); }
 
     double measure_rate(const CachedFile& file) {
-        std::size_t at = 0;
-        return operations_per_second([&] {
+        std::size_t file_offset = 0;
+        return measure_operations_per_second([&] {
             unsigned new_count = 0;
             for (; in_flight_ < depth_; ++in_flight_, ++new_count) {
-                add(file, at);
-                at = (at + small_bytes) % memory_bytes;
+                add_read(file, file_offset);
+                file_offset = (file_offset + small_bytes) % memory_bytes;
             }
             CHECK(syscall(SYS_io_uring_enter, fd_.get(), new_count, max_list_length, IORING_ENTER_GETEVENTS, nullptr,
                           0) >= 0);
@@ -274,32 +280,32 @@ public:
     }
 
 private:
-    std::uint8_t* map(std::size_t size_bytes, off_t offset) const {
+    std::uint8_t* map_ring(std::size_t size_bytes, off_t offset) const {
         void* const memory =
             mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_.get(), offset);
         CHECK(memory != MAP_FAILED);
         return static_cast<std::uint8_t*>(memory);
     }
-    void add(const CachedFile& file, std::size_t at) {
+    void add_read(const CachedFile& file, std::size_t file_offset) {
         const unsigned tail = sq_tail_->load(std::memory_order_relaxed);
         io_uring_sqe& entry = entries_[tail & sq_mask_];
         entry = {};
         entry.opcode = IORING_OP_READ;
         entry.fd = file.fd.get();
-        entry.addr = reinterpret_cast<std::uint64_t>(file.memory.get() + at % (depth_ * small_bytes));
+        entry.addr = reinterpret_cast<std::uint64_t>(file.memory.get() + file_offset % (depth_ * small_bytes));
         entry.len = small_bytes;
-        entry.off = at;
+        entry.off = file_offset;
         sq_array_[tail & sq_mask_] = tail & sq_mask_;
         sq_tail_->store(tail + 1, std::memory_order_release);
     }
     unsigned poll_completions() {
-        unsigned done = 0;
+        unsigned completions_count = 0;
         unsigned head = cq_head_->load(std::memory_order_relaxed);
-        for (; head != cq_tail_->load(std::memory_order_acquire); ++head, ++done, --in_flight_) {
+        for (; head != cq_tail_->load(std::memory_order_acquire); ++head, ++completions_count, --in_flight_) {
             CHECK(cqes_[head & cq_mask_].res == static_cast<int>(small_bytes));
         }
         cq_head_->store(head, std::memory_order_release);
-        return done;
+        return completions_count;
     }
 
     const unsigned depth_;
@@ -314,13 +320,13 @@ private:
 
 // ---- the runs
 
-// The kernel's rates, with which the twin is compared.
+// The rates of the kernel. The output compares the twin with them.
 struct KernelRates {
     double io_uring_per_s, pread_per_s;
 };
 
-void print(const char* name, const char* memory_type, double small_per_s, double large_per_s,
-           const KernelRates& kernel_rates) {
+void print_row(const char* name, const char* memory_type, double small_per_s, double large_per_s,
+               const KernelRates& kernel_rates) {
     const double gib = static_cast<double>(1UL << 30);
     std::printf("%-16s %-15s %10.0f %10.2f %14.2f %7.2f\n", name, memory_type, small_per_s,
                 kernel_rates.io_uring_per_s > 0 ? small_per_s / kernel_rates.io_uring_per_s : 0,
@@ -339,9 +345,9 @@ void measure(const char* prefix, Endpoint* endpoint, const Target& target, const
             if (!selected_name.empty() && selected_name != name) {
                 continue;
             }
-            print(name.c_str(), memory_type_names[memory_type],
-                  initiator.measure_rate(opcode, memory_type, small_requests),
-                  initiator.measure_rate(opcode, memory_type, large_requests), kernel_rates);
+            print_row(name.c_str(), memory_type_names[memory_type],
+                      initiator.measure_rate(opcode, memory_type, small_requests),
+                      initiator.measure_rate(opcode, memory_type, large_requests), kernel_rates);
         }
     }
 }
@@ -387,9 +393,9 @@ void measure_two_processes(const char* cuda_path, const KernelRates& kernel_rate
 }
 
 void measure_one_process(const char* cuda_path, const KernelRates& kernel_rates) {
-    Endpoint endpoint(0, benchmark_settings()), other(1, benchmark_settings());
-    Regions regions(&other, cuda_path);
-    connect(&endpoint, &other);
+    Endpoint endpoint(0, benchmark_settings()), target_endpoint(1, benchmark_settings());
+    Regions regions(&target_endpoint, cuda_path);
+    connect(&endpoint, &target_endpoint);
     measure("loopback", &endpoint, regions.target, kernel_rates);
 }
 
@@ -400,15 +406,15 @@ int main(int count, char** arguments) {
     if (count > 2 && std::strcmp(arguments[1], "target") == 0) {
         return run_target(std::atoi(arguments[2]), count > 3 ? arguments[3] : nullptr);
     }
-    measure_ms = count > 1 ? std::atof(arguments[1]) : measure_ms;
+    measure_time_ms = count > 1 ? std::atof(arguments[1]) : measure_time_ms;
     const char* const cuda_path = count > 2 && std::strcmp(arguments[2], "-") != 0 ? arguments[2] : nullptr;
     selected_name = count > 3 ? arguments[3] : "";
     const CachedFile file;
     Ring ring(small_requests.depth);
     const KernelRates kernel_rates{ring ? ring.measure_rate(file) : 0, measure_pread(file)};
     std::printf("%-16s %-15s %10s %10s %14s %7s\n", "", "", "4 KiB op/s", "x io_uring", "1 MiB: GiB/s", "x pread");
-    print("file", ring ? "io_uring, pread" : "pread", kernel_rates.io_uring_per_s, kernel_rates.pread_per_s,
-          kernel_rates);
+    print_row("file", ring ? "io_uring, pread" : "pread", kernel_rates.io_uring_per_s, kernel_rates.pread_per_s,
+              kernel_rates);
     measure_two_processes(cuda_path, kernel_rates);
     measure_one_process(cuda_path, kernel_rates);
     return 0;

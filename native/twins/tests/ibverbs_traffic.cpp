@@ -1,4 +1,5 @@
-// Tests of data transfer by every type of request, between two queue pairs of one process.
+// Tests of the software twin of libibverbs: data transfer by every type of request, between two queue pairs of one
+// process.
 #include <pthread.h>
 #include <sched.h>
 
@@ -19,10 +20,12 @@ void test_written_data_is_read_back() {
         Buffer from(requester.pd, size_bytes + 7), to(responder.pd, size_bytes + 13),
             readback(requester.pd, size_bytes + 5);
         fill_pattern(from.bytes + 7, size_bytes, size_bytes);
-        CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(13), to.mr->rkey), {from.sge(7, size_bytes)}) == 0);
+        CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(13), to.mr->rkey),
+                             {from.sge(7, size_bytes)}) == 0);
         CHECK(requester.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_RDMA_WRITE);
         CHECK(has_pattern(to.bytes + 13, size_bytes, size_bytes) && to.bytes[12] == 0);
-        CHECK(requester.post(request(2, IBV_WR_RDMA_READ, to.at(13), to.mr->rkey), {readback.sge(5, size_bytes)}) == 0);
+        CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, to.address_at(13), to.mr->rkey),
+                             {readback.sge(5, size_bytes)}) == 0);
         const ibv_wc wc = requester.expect_completion(2, IBV_WC_SUCCESS);
         CHECK(wc.opcode == IBV_WC_RDMA_READ && wc.byte_len == size_bytes);
         CHECK(has_pattern(readback.bytes + 5, size_bytes, size_bytes) && readback.bytes[4] == 0);
@@ -35,23 +38,23 @@ void test_sent_data_is_received() {
     Buffer from(requester.pd, 700000), to(responder.pd, 700000);
     fill_pattern(from.bytes, from.size_bytes);
     CHECK(responder.post_receive(10, {to.sge(0, 100), to.sge(100, 0), to.sge(100, 599900)}) == 0);
-    CHECK(requester.post(request(11, IBV_WR_SEND), {from.sge(0, 300000), from.sge(300000, 250001)}) == 0);
+    CHECK(requester.post(make_request(11, IBV_WR_SEND), {from.sge(0, 300000), from.sge(300000, 250001)}) == 0);
     const ibv_wc received = responder.expect_completion(10, IBV_WC_SUCCESS);
     CHECK(received.opcode == IBV_WC_RECV && received.byte_len == 550001 && received.src_qp == requester.qp->qp_num);
     CHECK((received.wc_flags & IBV_WC_WITH_IMM) == 0);
     CHECK(requester.expect_completion(11, IBV_WC_SUCCESS).opcode == IBV_WC_SEND);
     CHECK(has_pattern(to.bytes, 550001) && to.bytes[550001] == 0);
 
-    // Immediate data with an empty message and with a write.
+    // The responder receives immediate data with an empty message, and with a write.
     CHECK(responder.post_receive(12, {}) == 0 && responder.post_receive(13, {}) == 0);
-    ibv_send_wr wr = request(14, IBV_WR_SEND_WITH_IMM);
+    ibv_send_wr wr = make_request(14, IBV_WR_SEND_WITH_IMM);
     wr.imm_data = htobe32(0xdecade);
     CHECK(requester.post(wr, {}) == 0);
     const ibv_wc immediate = responder.expect_completion(12, IBV_WC_SUCCESS);
     CHECK((immediate.wc_flags & IBV_WC_WITH_IMM) != 0 && immediate.imm_data == htobe32(0xdecade));
     CHECK(immediate.byte_len == 0);
     requester.expect_completion(14, IBV_WC_SUCCESS);
-    wr = request(15, IBV_WR_RDMA_WRITE_WITH_IMM, to.at(600000), to.mr->rkey);
+    wr = make_request(15, IBV_WR_RDMA_WRITE_WITH_IMM, to.address_at(600000), to.mr->rkey);
     wr.imm_data = htobe32(7);
     CHECK(requester.post(wr, {from.sge(0, 1000)}) == 0);
     const ibv_wc written = responder.expect_completion(13, IBV_WC_SUCCESS);
@@ -67,8 +70,9 @@ void test_inline_data_is_copied_when_posted() {
     char text[] = "taken at once";
     // An inline request needs no lkey, because the twin copies its payload when it is posted.
     const ibv_sge unregistered{address_of(text), sizeof text, 0};
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey, IBV_SEND_INLINE | IBV_SEND_SIGNALED),
-                         {unregistered}) == 0);
+    CHECK(requester.post(
+              make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey, IBV_SEND_INLINE | IBV_SEND_SIGNALED),
+              {unregistered}) == 0);
     std::memset(text, 'x', sizeof text);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(std::strcmp(reinterpret_cast<char*>(to.bytes), "taken at once") == 0);
@@ -80,14 +84,14 @@ void test_atomics_return_old_value() {
     Buffer from(requester.pd, 8), to(responder.pd, 16);
     std::uint64_t value = 40;
     std::memcpy(to.bytes + 8, &value, 8);
-    ibv_send_wr wr = request(1, IBV_WR_ATOMIC_FETCH_AND_ADD);
-    wr.wr.atomic = {to.at(8), 2, 0, to.mr->rkey};
+    ibv_send_wr wr = make_request(1, IBV_WR_ATOMIC_FETCH_AND_ADD);
+    wr.wr.atomic = {to.address_at(8), 2, 0, to.mr->rkey};
     CHECK(requester.post(wr, {from.sge(0, 8)}) == 0);
     CHECK(requester.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_FETCH_ADD);
     std::memcpy(&value, from.bytes, 8);
     CHECK(value == 40);
-    wr = request(2, IBV_WR_ATOMIC_CMP_AND_SWP);
-    wr.wr.atomic = {to.at(8), 42, 1000, to.mr->rkey};
+    wr = make_request(2, IBV_WR_ATOMIC_CMP_AND_SWP);
+    wr.wr.atomic = {to.address_at(8), 42, 1000, to.mr->rkey};
     CHECK(requester.post(wr, {from.sge(0, 8)}) == 0);
     CHECK(requester.expect_completion(2, IBV_WC_SUCCESS).opcode == IBV_WC_COMP_SWAP);
     std::memcpy(&value, from.bytes, 8);
@@ -104,7 +108,8 @@ void test_queue_slots_are_freed_by_completions() {
     connect(&requester, &responder);
     Buffer from(requester.pd, 16), to(responder.pd, 16);
     const auto write = [&](std::uint64_t id, unsigned flags) {
-        return requester.post(request(id, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey, flags), {from.sge(0, 16)});
+        return requester.post(make_request(id, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey, flags),
+                              {from.sge(0, 16)});
     };
     CHECK(write(1, 0) == 0 && write(2, 0) == 0 && write(3, IBV_SEND_SIGNALED) == 0);
     CHECK(write(4, 0) == ENOMEM);
@@ -119,11 +124,11 @@ void test_sq_sig_all_signals_every_request() {
     Endpoint requester(0, settings), responder;
     connect(&requester, &responder);
     Buffer from(requester.pd, 16), to(responder.pd, 16);
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey, 0), {from.sge(0, 16)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey, 0), {from.sge(0, 16)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
 }
 
-// Requests address the region by its iova, which may differ from its address in the process.
+// Requests address a region by its iova, which may differ from the address of the region in the process.
 void test_iova_is_remote_address() {
     Endpoint requester, responder;
     connect(&requester, &responder);
@@ -132,13 +137,13 @@ void test_iova_is_remote_address() {
     alignas(4096) static std::uint8_t memory[8192];
     ibv_mr* const mr = ibv_reg_mr_iova(responder.pd, memory + 16, 100, 0x70000010, all_access);
     CHECK(mr != nullptr);
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, 0x70000010, mr->rkey), {from.sge(0, 100)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 0x70000010, mr->rkey), {from.sge(0, 100)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(memory + 16, 100));
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
-// Posting never blocks: requests are queued while the peer is not ready and carried out when it is.
+// Posting never blocks. Requests are queued while the peer is not ready, and executed when it is ready.
 void test_requests_wait_for_peer() {
     Settings settings;
     settings.timeout = 0;
@@ -146,7 +151,7 @@ void test_requests_wait_for_peer() {
     Buffer from(requester.pd, 16), to(responder.pd, 16);
     fill_pattern(from.bytes, 16);
     requester.connect(responder.address());
-    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.sge(0, 16)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey), {from.sge(0, 16)}) == 0);
     ibv_wc wc{};
     usleep(20000);
     CHECK(ibv_poll_cq(requester.cq, 1, &wc) == 0);
@@ -161,12 +166,12 @@ void test_requests_progress_without_polls() {
     Endpoint requester(0), responder(0);
     connect(&requester, &responder);
     CHECK(responder.post_receive(1, {}) == 0);
-    CHECK(requester.post(request(2, IBV_WR_SEND), {}) == 0);
+    CHECK(requester.post(make_request(2, IBV_WR_SEND), {}) == 0);
     responder.expect_completion(1, IBV_WC_SUCCESS);
     requester.expect_completion(2, IBV_WC_SUCCESS);
     usleep(2000);
     for (std::uint64_t id = 3; id < 6; ++id) {
-        CHECK(requester.post(request(id, IBV_WR_SEND), {}) == 0);
+        CHECK(requester.post(make_request(id, IBV_WR_SEND), {}) == 0);
     }
     usleep(2000);
     for (std::uint64_t id = 3; id < 6; ++id) {
@@ -178,21 +183,21 @@ void test_requests_progress_without_polls() {
     }
 }
 
-// UCX polls with a spin lock of its worker, and another thread spins for that lock. On one processor, the other thread
-// must get it although a poll yields the processor.
+// UCX polls while it holds the spin lock of its worker, and another thread spins for this lock. On one processor, the
+// other thread must get the lock, although a poll yields the processor.
 void test_polls_do_not_starve_a_spinning_thread() {
     Endpoint endpoint;
     pthread_spinlock_t lock{};
     CHECK(pthread_spin_init(&lock, PTHREAD_PROCESS_PRIVATE) == 0);
     std::atomic<bool> must_end{false};
-    cpu_set_t allowed{}, one{};
-    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
-    for (int cpu = 0; CPU_COUNT(&one) == 0; ++cpu) {
-        if (CPU_ISSET(cpu, &allowed)) {
-            CPU_SET(cpu, &one);
+    cpu_set_t allowed_cpus{}, one_cpu{};
+    CHECK(sched_getaffinity(0, sizeof allowed_cpus, &allowed_cpus) == 0);
+    for (int cpu = 0; CPU_COUNT(&one_cpu) == 0; ++cpu) {
+        if (CPU_ISSET(cpu, &allowed_cpus)) {
+            CPU_SET(cpu, &one_cpu);
         }
     }
-    CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+    CHECK(sched_setaffinity(0, sizeof one_cpu, &one_cpu) == 0);
     std::thread poller([&] {
         while (!must_end) {
             pthread_spin_lock(&lock);
@@ -212,7 +217,7 @@ void test_polls_do_not_starve_a_spinning_thread() {
     }
     must_end = true;
     poller.join();
-    CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
+    CHECK(sched_setaffinity(0, sizeof allowed_cpus, &allowed_cpus) == 0);
 }
 
 } // namespace

@@ -1,4 +1,4 @@
-// Tests of traffic between two spawned processes, and of the errors after one of them is killed.
+// Tests of the software twin of libibverbs: traffic between two processes, and the errors after one process is killed.
 #include <signal.h>
 
 #include "model/dmabuf.hpp"
@@ -23,7 +23,8 @@ struct Target {
     std::uint32_t dmabuf_rkey;
 };
 
-// Body of the target process: serves requests until it gets the message check_data, and then until target_may_exit.
+// The target process runs this function. It serves requests until it gets the message check_data, checks the data, and
+// serves requests until it gets target_may_exit.
 int run_target(int socket) {
     Endpoint endpoint(1);
     Buffer host(endpoint.pd, target_bytes);
@@ -32,7 +33,7 @@ int run_target(int socket) {
     const Fd dmabuf(export_dmabuf({&extent, 1}));
     ibv_mr* const mr = ibv_reg_dmabuf_mr(endpoint.pd, 0, target_bytes, 0, dmabuf.get(), all_access);
     CHECK(mr != nullptr);
-    send_value(socket, Target{endpoint.address(), host.at(), host.mr->rkey, mr->rkey});
+    send_value(socket, Target{endpoint.address(), host.address_at(), host.mr->rkey, mr->rkey});
     endpoint.connect(receive_value<Address>(socket));
     CHECK(endpoint.post_receive(1, {host.sge(0, 4096)}) == 0);
     send_value(socket, target_is_ready);
@@ -51,17 +52,19 @@ int run_target(int socket) {
 }
 
 void transfer_and_check(Endpoint* endpoint, const Target& target) {
-    Buffer from(endpoint->pd, target_bytes), back(endpoint->pd, target_bytes);
+    Buffer from(endpoint->pd, target_bytes), readback(endpoint->pd, target_bytes);
     fill_pattern(from.bytes, from.size_bytes);
-    CHECK(endpoint->post(request(1, IBV_WR_SEND), {from.sge(0, 1000)}) == 0);
-    CHECK(endpoint->post(request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8191, target.rkey),
+    CHECK(endpoint->post(make_request(1, IBV_WR_SEND), {from.sge(0, 1000)}) == 0);
+    CHECK(endpoint->post(make_request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8191, target.rkey),
                          {from.sge(0, target_bytes - 8191)}) == 0);
-    CHECK(endpoint->post(request(3, IBV_WR_RDMA_WRITE, 3, target.dmabuf_rkey), {from.sge(0, target_bytes - 3)}) == 0);
-    CHECK(endpoint->post(request(4, IBV_WR_RDMA_READ, 3, target.dmabuf_rkey), {back.sge(0, target_bytes - 3)}) == 0);
+    CHECK(endpoint->post(make_request(3, IBV_WR_RDMA_WRITE, 3, target.dmabuf_rkey), {from.sge(0, target_bytes - 3)}) ==
+          0);
+    CHECK(endpoint->post(make_request(4, IBV_WR_RDMA_READ, 3, target.dmabuf_rkey),
+                         {readback.sge(0, target_bytes - 3)}) == 0);
     for (std::uint64_t id = 1; id <= 4; ++id) {
         endpoint->expect_completion(id, IBV_WC_SUCCESS);
     }
-    CHECK(has_pattern(back.bytes, target_bytes - 3));
+    CHECK(has_pattern(readback.bytes, target_bytes - 3));
 }
 
 void test_data_arrives_in_other_process() {
@@ -86,20 +89,22 @@ void test_killed_target_exceeds_retries() {
     endpoint.connect(target.address);
     CHECK(receive_value<char>(peer.socket.get()) == target_is_ready);
     Buffer from(endpoint.pd, 64);
-    CHECK(endpoint.post(request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) == 0);
+    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) ==
+          0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(kill(peer.pid, SIGKILL) == 0);
     CHECK(WIFSIGNALED(peer.wait()));
-    CHECK(endpoint.post(request(2, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) == 0);
-    CHECK(endpoint.post(request(3, IBV_WR_SEND, 0, 0, 0), {}) == 0);
+    CHECK(endpoint.post(make_request(2, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) ==
+          0);
+    CHECK(endpoint.post(make_request(3, IBV_WR_SEND, 0, 0, 0), {}) == 0);
     endpoint.expect_completion(2, IBV_WC_RETRY_EXC_ERR);
     endpoint.expect_completion(3, IBV_WC_WR_FLUSH_ERR);
 }
 
 // A peer that sends an invalid handshake is disconnected. Other peers are not affected.
 void test_invalid_handshakes_affect_no_other_peer() {
-    Endpoint endpoint(0), other(0);
-    connect(&endpoint, &other);
+    Endpoint endpoint(0), second_endpoint(0);
+    connect(&endpoint, &second_endpoint);
     std::string name = "qp.";
     char digits[8];
     for (const std::uint8_t byte : endpoint.address().gid.raw) {
@@ -115,14 +120,14 @@ void test_invalid_handshakes_affect_no_other_peer() {
         send_all(untrusted_peer.get(), noise.data(), noise.size());
         CHECK(!recv_all(untrusted_peer.get(), &reply_byte, 1));
     }
-    // Silent peers, however many, do not prevent the connection of the legitimate peer.
+    // Many silent peers do not prevent the connection of the legitimate peer.
     std::vector<Fd> silent_peers;
     for (int count = 0; count < 40; ++count) {
         silent_peers.emplace_back(connect_to(name + digits));
         CHECK(silent_peers.back());
     }
     CHECK(endpoint.post_receive(1, {}) == 0);
-    CHECK(other.post(request(2, IBV_WR_SEND), {}) == 0);
+    CHECK(second_endpoint.post(make_request(2, IBV_WR_SEND), {}) == 0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
 }
 

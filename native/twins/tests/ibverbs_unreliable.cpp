@@ -1,5 +1,5 @@
-// Tests of unreliable connections (UC): messages arrive as on reliable ones, and a message that the peer does not take
-// is lost without an error.
+// Tests of the software twin of libibverbs: unreliable connections (UC). Messages arrive as on reliable connections,
+// but a message that the peer cannot receive is lost without an error.
 #include "tests/ibverbs_support.hpp"
 #include "tests/peer_process.hpp"
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t large_bytes = (1U << 20) + 77;
 
-Settings unreliable() {
+Settings make_unreliable_settings() {
     Settings settings;
     settings.type = IBV_QPT_UC;
     return settings;
@@ -18,12 +18,12 @@ Settings unreliable() {
 
 // An endpoint whose queue pair is connected with the attributes of an unreliable pair.
 struct UnreliableEndpoint : Endpoint {
-    explicit UnreliableEndpoint(int device = 0) : Endpoint(device, unreliable()) {}
+    explicit UnreliableEndpoint(int device = 0) : Endpoint(device, make_unreliable_settings()) {}
     static constexpr int rtr_mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
 
     void connect(const Address& peer) {
         CHECK(modify_to_init() == 0);
-        ibv_qp_attr attr = rtr_attr(peer);
+        ibv_qp_attr attr = make_rtr_attr(peer);
         CHECK(ibv_modify_qp(qp, &attr, rtr_mask) == 0);
         attr.qp_state = IBV_QPS_RTS;
         attr.sq_psn = psn;
@@ -44,7 +44,7 @@ void test_transitions_refuse_reliable_attributes() {
     UnreliableEndpoint first, second;
     CHECK(first.modify_to_init() == 0);
     CHECK(first.modify_to_rtr(second.address()) == EINVAL);
-    ibv_qp_attr attr = first.rtr_attr(second.address());
+    ibv_qp_attr attr = first.make_rtr_attr(second.address());
     CHECK(ibv_modify_qp(first.qp, &attr, UnreliableEndpoint::rtr_mask) == 0);
     CHECK(first.modify_to_rts() == EINVAL);
     attr.qp_state = IBV_QPS_RTS;
@@ -57,10 +57,10 @@ void test_messages_arrive() {
     Buffer from(sender.pd, large_bytes), into(receiver.pd, large_bytes), target(receiver.pd, large_bytes);
     fill_pattern(from.bytes, large_bytes);
     CHECK(receiver.post_receive(1, {into.sge(0, large_bytes)}) == 0 && receiver.post_receive(2, {}) == 0);
-    ibv_send_wr wr = request(1, IBV_WR_SEND_WITH_IMM);
+    ibv_send_wr wr = make_request(1, IBV_WR_SEND_WITH_IMM);
     wr.imm_data = 0x1234;
     CHECK(sender.post(wr, {from.sge(0, large_bytes)}) == 0);
-    wr = request(2, IBV_WR_RDMA_WRITE_WITH_IMM, target.at(), target.mr->rkey);
+    wr = make_request(2, IBV_WR_RDMA_WRITE_WITH_IMM, target.address_at(), target.mr->rkey);
     CHECK(sender.post(wr, {from.sge(0, large_bytes)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     sender.expect_completion(2, IBV_WC_SUCCESS);
@@ -75,29 +75,30 @@ void test_reads_and_atomics_are_refused() {
     connect_pair(&first, &second);
     Buffer buffer(first.pd, 8);
     for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_READ, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_ATOMIC_CMP_AND_SWP}) {
-        CHECK(first.post(request(1, opcode), {buffer.sge(0, 8)}) == EINVAL);
+        CHECK(first.post(make_request(1, opcode), {buffer.sge(0, 8)}) == EINVAL);
     }
 }
 
-// Messages that the receiver drops: no receive request, a short one, a wrong key. The next message arrives, in the
-// receive request that the dropped ones left.
+// The receiver drops a message without a receive request, a message that is longer than its receive request, and a
+// write with a wrong key. The next message uses the receive request that the dropped messages left.
 void test_dropped_messages_are_not_noticed() {
     UnreliableEndpoint sender(1), receiver;
     connect_pair(&sender, &receiver);
     Buffer from(sender.pd, large_bytes), into(receiver.pd, large_bytes);
     fill_pattern(from.bytes, large_bytes);
-    CHECK(sender.post(request(1, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(receiver.post_receive(10, {into.sge(0, 100)}) == 0);
-    CHECK(sender.post(request(2, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
-    CHECK(sender.post(request(3, IBV_WR_RDMA_WRITE, into.at(), into.mr->rkey ^ 1), {from.sge(0, large_bytes)}) == 0);
-    CHECK(sender.post(request(4, IBV_WR_SEND), {from.sge(0, 100)}) == 0);
+    CHECK(sender.post(make_request(2, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(make_request(3, IBV_WR_RDMA_WRITE, into.address_at(), into.mr->rkey ^ 1),
+                      {from.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(make_request(4, IBV_WR_SEND), {from.sge(0, 100)}) == 0);
     for (std::uint64_t wr_id = 2; wr_id <= 4; ++wr_id) {
         sender.expect_completion(wr_id, IBV_WC_SUCCESS);
     }
     CHECK(receiver.expect_completion(10, IBV_WC_SUCCESS).byte_len == 100);
     CHECK(has_pattern(into.bytes, 100) && into.bytes[100] == 0);
-    CHECK(receiver.state() == IBV_QPS_RTS && sender.state() == IBV_QPS_RTS);
+    CHECK(receiver.query_state() == IBV_QPS_RTS && sender.query_state() == IBV_QPS_RTS);
     CHECK(!is_readable(receiver.context->async_fd, 0));
 }
 
@@ -105,31 +106,31 @@ void test_absent_peer_is_not_noticed() {
     UnreliableEndpoint sender(1), receiver;
     Buffer from(sender.pd, 64), into(receiver.pd, 64);
     sender.connect(receiver.address());
-    CHECK(sender.post(request(1, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     // The peer becomes ready, and goes away again.
     receiver.connect(sender.address());
     CHECK(receiver.post_receive(10, {into.sge(0, 64)}) == 0);
-    CHECK(sender.post(request(2, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+    CHECK(sender.post(make_request(2, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
     sender.expect_completion(2, IBV_WC_SUCCESS);
     receiver.expect_completion(10, IBV_WC_SUCCESS);
     CHECK(receiver.modify_to(IBV_QPS_RESET) == 0);
     for (std::uint64_t wr_id = 3; wr_id < 10; ++wr_id) {
-        CHECK(sender.post(request(wr_id, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+        CHECK(sender.post(make_request(wr_id, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
         sender.expect_completion(wr_id, IBV_WC_SUCCESS);
     }
     receiver.expect_no_completion();
-    CHECK(sender.state() == IBV_QPS_RTS);
+    CHECK(sender.query_state() == IBV_QPS_RTS);
 }
 
-// A reliable and an unreliable pair do not understand each other.
+// A message from an unreliable queue pair to a reliable queue pair is lost.
 void test_other_transport_gets_nothing() {
     UnreliableEndpoint sender(1);
     Endpoint receiver;
     sender.connect(receiver.address());
     receiver.connect(sender.address());
     CHECK(receiver.post_receive(10, {}) == 0);
-    CHECK(sender.post(request(1, IBV_WR_SEND), {}) == 0);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     ibv_wc wc{};
     CHECK(ibv_poll_cq(receiver.cq, 1, &wc) == 0);
@@ -156,12 +157,12 @@ void test_other_process_receives() {
     CHECK(receive_value<char>(peer.socket.get()) == 'r');
     Buffer from(sender.pd, large_bytes);
     fill_pattern(from.bytes, large_bytes);
-    CHECK(sender.post(request(1, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(receive_value<char>(peer.socket.get()) == 'k');
     CHECK(peer.wait() == 0);
     // The process has ended.
-    CHECK(sender.post(request(2, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(make_request(2, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
     sender.expect_completion(2, IBV_WC_SUCCESS);
 }
 

@@ -1,4 +1,4 @@
-// Tests of memory windows and of ibv_rereg_mr.
+// Tests of the software twin of libibverbs: memory windows, and ibv_rereg_mr.
 #include "tests/ibverbs_support.hpp"
 
 using namespace gdrkit::twin::tests;
@@ -19,16 +19,16 @@ struct WindowTest {
         connect(&requester, &responder);
         fill_pattern(source.bytes, 4096);
     }
-    ibv_mw* alloc(ibv_mw_type type) {
+    ibv_mw* allocate_window(ibv_mw_type type) {
         ibv_mw* const mw = ibv_alloc_mw(responder.pd, type);
         CHECK(mw != nullptr && mw->type == type && mw->pd == responder.pd);
         return mw;
     }
     ibv_mw_bind_info make_bind_info(std::size_t offset, std::size_t length, unsigned access = window_access) {
-        return {target.mr, target.at(offset), length, access};
+        return {target.mr, target.address_at(offset), length, access};
     }
     static ibv_send_wr make_bind_request(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info) {
-        ibv_send_wr wr = request(1, IBV_WR_BIND_MW);
+        ibv_send_wr wr = make_request(1, IBV_WR_BIND_MW);
         wr.bind_mw.mw = mw;
         wr.bind_mw.rkey = rkey;
         wr.bind_mw.bind_info = info;
@@ -43,31 +43,31 @@ struct WindowTest {
         return rkey;
     }
     ibv_wc_status write(std::uint64_t remote, std::uint32_t rkey, std::size_t length) {
-        CHECK(requester.post(request(2, IBV_WR_RDMA_WRITE, remote, rkey), {source.sge(0, length)}) == 0);
+        CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, remote, rkey), {source.sge(0, length)}) == 0);
         return requester.poll_completion().status;
     }
     void expect_bind_error(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info) {
         CHECK(responder.post(make_bind_request(mw, rkey, info), {}) == 0);
         responder.expect_completion(1, IBV_WC_MW_BIND_ERR);
-        CHECK(responder.state() == IBV_QPS_ERR);
+        CHECK(responder.query_state() == IBV_QPS_ERR);
     }
 };
 
 void test_window_of_type_1_is_bound_and_unbound() {
     WindowTest pair;
-    ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_1);
+    ibv_mw* const mw = pair.allocate_window(IBV_MW_TYPE_1);
     const std::uint32_t first_rkey = mw->rkey;
     ibv_mw_bind bind{7, IBV_SEND_SIGNALED, pair.make_bind_info(100, 200)};
     CHECK(ibv_bind_mw(pair.responder.qp, mw, &bind) == 0 && mw->rkey != first_rkey);
     CHECK(pair.responder.expect_completion(7, IBV_WC_SUCCESS).opcode == IBV_WC_BIND_MW);
-    CHECK(pair.write(pair.target.at(100), mw->rkey, 200) == IBV_WC_SUCCESS);
+    CHECK(pair.write(pair.target.address_at(100), mw->rkey, 200) == IBV_WC_SUCCESS);
     CHECK(has_pattern(pair.target.bytes + 100, 200) && pair.target.bytes[300] == 0);
     CHECK(ibv_dereg_mr(pair.target.mr) == EINVAL);
     const std::uint32_t bound_rkey = mw->rkey;
     bind.bind_info = {nullptr, 0, 0, 0};
     CHECK(ibv_bind_mw(pair.responder.qp, mw, &bind) == 0);
     pair.responder.expect_completion(7, IBV_WC_SUCCESS);
-    CHECK(pair.write(pair.target.at(100), bound_rkey, 8) == IBV_WC_REM_ACCESS_ERR);
+    CHECK(pair.write(pair.target.address_at(100), bound_rkey, 8) == IBV_WC_REM_ACCESS_ERR);
     CHECK(ibv_dealloc_pd(pair.responder.pd) == EBUSY && ibv_dealloc_mw(mw) == 0);
 }
 
@@ -76,10 +76,10 @@ void test_window_limits_range_and_access() {
     for (const Write write :
          {Write::ends_after_window, Write::begins_before_window, Write::not_permitted, Write::permitted}) {
         WindowTest pair;
-        ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+        ibv_mw* const mw = pair.allocate_window(IBV_MW_TYPE_2);
         const unsigned access = write == Write::not_permitted ? unsigned{IBV_ACCESS_REMOTE_READ} : window_access;
         const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(64, 64, access));
-        const std::uint64_t begin = pair.target.at(64);
+        const std::uint64_t begin = pair.target.address_at(64);
         if (write == Write::ends_after_window) {
             CHECK(pair.write(begin, rkey, 65) == IBV_WC_REM_ACCESS_ERR);
         } else if (write == Write::begins_before_window) {
@@ -98,8 +98,8 @@ void test_window_limits_range_and_access() {
 
 void test_window_belongs_to_its_queue_pair() {
     WindowTest pair;
-    Endpoint other(0);
-    ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+    Endpoint second_requester(0);
+    ibv_mw* const mw = pair.allocate_window(IBV_MW_TYPE_2);
     const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(0, 64));
     // Send the request to another queue pair of the same protection domain.
     ibv_qp_init_attr init{};
@@ -109,10 +109,11 @@ void test_window_belongs_to_its_queue_pair() {
     ibv_qp* const bound_qp = pair.responder.qp;
     pair.responder.qp = ibv_create_qp(pair.responder.pd, &init);
     CHECK(pair.responder.qp != nullptr);
-    connect(&other, &pair.responder);
-    Buffer source(other.pd, 64);
-    CHECK(other.post(request(3, IBV_WR_RDMA_WRITE, pair.target.at(), rkey), {source.sge(0, 64)}) == 0);
-    other.expect_completion(3, IBV_WC_REM_ACCESS_ERR);
+    connect(&second_requester, &pair.responder);
+    Buffer source(second_requester.pd, 64);
+    CHECK(second_requester.post(make_request(3, IBV_WR_RDMA_WRITE, pair.target.address_at(), rkey),
+                                {source.sge(0, 64)}) == 0);
+    second_requester.expect_completion(3, IBV_WC_REM_ACCESS_ERR);
     CHECK(ibv_destroy_qp(pair.responder.qp) == 0);
     pair.responder.qp = bound_qp;
     CHECK(ibv_dealloc_mw(mw) == 0);
@@ -120,11 +121,11 @@ void test_window_belongs_to_its_queue_pair() {
 
 void test_zero_based_window_translates_addresses() {
     WindowTest pair;
-    ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+    ibv_mw* const mw = pair.allocate_window(IBV_MW_TYPE_2);
     const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(1000, 100, window_access | IBV_ACCESS_ZERO_BASED));
     CHECK(pair.write(10, rkey, 90) == IBV_WC_SUCCESS);
     CHECK(has_pattern(pair.target.bytes + 1010, 90) && pair.target.bytes[1009] == 0 && pair.target.bytes[1100] == 0);
-    CHECK(pair.write(pair.target.at(1000), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
+    CHECK(pair.write(pair.target.address_at(1000), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
     CHECK(ibv_dealloc_mw(mw) == 0);
 }
 
@@ -135,13 +136,13 @@ void test_invalid_bindings_fail() {
         WindowTest pair;
         Buffer unbindable(pair.responder.pd, 4096);
         Buffer read_only(pair.responder.pd, 4096, IBV_ACCESS_MW_BIND);
-        ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+        ibv_mw* const mw = pair.allocate_window(IBV_MW_TYPE_2);
         std::uint32_t rkey = ibv_inc_rkey(mw->rkey);
         ibv_mw_bind_info info = pair.make_bind_info(0, 64);
         if (mistake == Mistake::no_bind_access) {
-            info = {unbindable.mr, unbindable.at(), 64, window_access};
+            info = {unbindable.mr, unbindable.address_at(), 64, window_access};
         } else if (mistake == Mistake::write_to_read_only) {
-            info = {read_only.mr, read_only.at(), 64, IBV_ACCESS_REMOTE_WRITE};
+            info = {read_only.mr, read_only.address_at(), 64, IBV_ACCESS_REMOTE_WRITE};
         } else if (mistake == Mistake::out_of_bounds) {
             info = pair.make_bind_info(4090, 7);
         } else if (mistake == Mistake::empty_range) {
@@ -159,36 +160,36 @@ void test_invalid_bindings_fail() {
 
 void test_windows_are_invalidated_locally_and_remotely() {
     WindowTest pair;
-    ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+    ibv_mw* const mw = pair.allocate_window(IBV_MW_TYPE_2);
     std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(0, 64));
-    ibv_send_wr wr = request(4, IBV_WR_LOCAL_INV);
+    ibv_send_wr wr = make_request(4, IBV_WR_LOCAL_INV);
     wr.invalidate_rkey = rkey;
     CHECK(pair.responder.post(wr, {}) == 0);
     CHECK(pair.responder.expect_completion(4, IBV_WC_SUCCESS).opcode == IBV_WC_LOCAL_INV);
     rkey = pair.bind(mw, pair.make_bind_info(0, 64));
-    CHECK(pair.write(pair.target.at(), rkey, 64) == IBV_WC_SUCCESS);
+    CHECK(pair.write(pair.target.address_at(), rkey, 64) == IBV_WC_SUCCESS);
     Buffer inbox(pair.responder.pd, 64);
     CHECK(pair.responder.post_receive(5, {inbox.sge(0, 64)}) == 0);
-    wr = request(6, IBV_WR_SEND_WITH_INV);
+    wr = make_request(6, IBV_WR_SEND_WITH_INV);
     wr.invalidate_rkey = rkey;
     CHECK(pair.requester.post(wr, {pair.source.sge(0, 64)}) == 0);
     pair.requester.expect_completion(6, IBV_WC_SUCCESS);
     const ibv_wc received = pair.responder.expect_completion(5, IBV_WC_SUCCESS);
     CHECK(received.wc_flags == IBV_WC_WITH_INV && received.invalidated_rkey == rkey && received.byte_len == 64);
-    CHECK(pair.write(pair.target.at(), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
+    CHECK(pair.write(pair.target.address_at(), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
     CHECK(ibv_dealloc_mw(mw) == 0);
 }
 
 void test_invalidation_of_a_region_key_fails() {
     WindowTest pair;
-    ibv_send_wr wr = request(4, IBV_WR_LOCAL_INV);
+    ibv_send_wr wr = make_request(4, IBV_WR_LOCAL_INV);
     wr.invalidate_rkey = pair.target.mr->rkey;
     CHECK(pair.responder.post(wr, {}) == 0);
     pair.responder.expect_completion(4, IBV_WC_LOC_QP_OP_ERR);
 
     WindowTest second_pair;
     CHECK(second_pair.responder.post_receive(5, {}) == 0);
-    wr = request(6, IBV_WR_SEND_WITH_INV);
+    wr = make_request(6, IBV_WR_SEND_WITH_INV);
     wr.invalidate_rkey = second_pair.target.mr->rkey;
     CHECK(second_pair.requester.post(wr, {}) == 0);
     second_pair.requester.expect_completion(6, IBV_WC_REM_OP_ERR);
@@ -201,11 +202,11 @@ void test_rereg_changes_access_and_domain() {
     ibv_mr* const mr = memory.mr;
     const std::uint32_t rkey = mr->rkey;
     CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, all_access) == 0 && mr->rkey == rkey);
-    CHECK(pair.write(memory.at(), rkey, 4096) == IBV_WC_SUCCESS && has_pattern(memory.bytes, 4096));
+    CHECK(pair.write(memory.address_at(), rkey, 4096) == IBV_WC_SUCCESS && has_pattern(memory.bytes, 4096));
     ibv_pd* const other_pd = ibv_alloc_pd(pair.responder.context);
     CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_PD, other_pd, nullptr, 0, 0) == 0 && mr->pd == other_pd);
     CHECK(ibv_dealloc_pd(other_pd) == EBUSY);
-    CHECK(pair.write(memory.at(), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
+    CHECK(pair.write(memory.address_at(), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
     CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_PD, pair.responder.pd, nullptr, 0, 0) == 0);
     CHECK(ibv_dealloc_pd(other_pd) == 0);
 }
@@ -215,11 +216,12 @@ void test_rereg_moves_a_region_to_other_memory() {
     Buffer memory(pair.responder.pd, 4096);
     ibv_mr* const mr = memory.mr;
     const std::uint32_t old_rkey = mr->rkey;
-    alignas(4096) static std::uint8_t other[8192];
-    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, other, sizeof other, 0) == 0);
-    CHECK(mr->addr == other && mr->length == sizeof other && mr->rkey != old_rkey);
-    CHECK(pair.write(address_of(other + 4096), mr->rkey, 4096) == IBV_WC_SUCCESS && has_pattern(other + 4096, 4096));
-    CHECK(pair.write(memory.at(), old_rkey, 8) == IBV_WC_REM_ACCESS_ERR && memory.bytes[0] == 0);
+    alignas(4096) static std::uint8_t other_memory[8192];
+    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, other_memory, sizeof other_memory, 0) == 0);
+    CHECK(mr->addr == other_memory && mr->length == sizeof other_memory && mr->rkey != old_rkey);
+    CHECK(pair.write(address_of(other_memory + 4096), mr->rkey, 4096) == IBV_WC_SUCCESS &&
+          has_pattern(other_memory + 4096, 4096));
+    CHECK(pair.write(memory.address_at(), old_rkey, 8) == IBV_WC_REM_ACCESS_ERR && memory.bytes[0] == 0);
 }
 
 void test_invalid_reregistrations_fail() {
@@ -235,10 +237,10 @@ void test_invalid_reregistrations_fail() {
     check_fails(IBV_REREG_MR_CHANGE_PD, nullptr, 0, all_access, IBV_REREG_MR_ERR_INPUT);
     check_fails(0, nullptr, 0, 0, IBV_REREG_MR_ERR_CMD);
     check_fails(IBV_REREG_MR_CHANGE_ACCESS, nullptr, 0, IBV_ACCESS_REMOTE_WRITE, IBV_REREG_MR_ERR_CMD);
-    ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+    ibv_mw* const mw = pair.allocate_window(IBV_MW_TYPE_2);
     const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(0, 64));
     check_fails(IBV_REREG_MR_CHANGE_ACCESS, nullptr, 0, IBV_ACCESS_LOCAL_WRITE, IBV_REREG_MR_ERR_CMD);
-    CHECK(pair.write(pair.target.at(), rkey, 64) == IBV_WC_SUCCESS);
+    CHECK(pair.write(pair.target.address_at(), rkey, 64) == IBV_WC_SUCCESS);
     CHECK(ibv_dealloc_mw(mw) == 0);
     errno = 0;
     CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, reinterpret_cast<void*>(4096), 4096, 0) ==

@@ -1,4 +1,5 @@
-// Tests of XRC: domains, shared receive queues with a completion queue of their own, and send and receive queue pairs.
+// Tests of the software twin of libibverbs: XRC domains, shared receive queues with their own completion queue, and
+// send and receive queue pairs.
 #include <fcntl.h>
 
 #include "model/sockets.hpp"
@@ -50,17 +51,17 @@ ibv_qp* create_send_pair(ibv_pd* pd, ibv_cq* cq) {
     return ibv_create_qp_ex(pd->context, &init);
 }
 
-// A receiver with two queues of a domain, and a sender. `Endpoint` connects the pairs: `qp` is the XRC queue pair.
+// A receiver with two receive queues of one XRC domain, and a sender. The `qp` of each endpoint is an XRC queue pair.
 struct XrcPair {
     Endpoint sender{1}, receiver;
     ibv_cq* queue_cq = ibv_create_cq(receiver.context, 16, nullptr, nullptr, 0);
     ibv_pd* other_pd = ibv_alloc_pd(receiver.context);
     ibv_xrcd* xrcd = open_domain(receiver.context);
-    ibv_srq* first = create_xrc_queue(receiver.pd, xrcd, queue_cq);
-    ibv_srq* second = create_xrc_queue(other_pd, xrcd, queue_cq);
+    ibv_srq* first_srq = create_xrc_queue(receiver.pd, xrcd, queue_cq);
+    ibv_srq* second_srq = create_xrc_queue(other_pd, xrcd, queue_cq);
 
     XrcPair() {
-        CHECK(first != nullptr && second != nullptr);
+        CHECK(first_srq != nullptr && second_srq != nullptr);
         CHECK(ibv_destroy_qp(sender.qp) == 0 && ibv_destroy_qp(receiver.qp) == 0);
         sender.qp = create_send_pair(sender.pd, sender.cq);
         receiver.qp = create_receive_pair(receiver.context, xrcd);
@@ -72,8 +73,8 @@ struct XrcPair {
         CHECK(ibv_close_xrcd(xrcd) == EBUSY);
         CHECK(ibv_destroy_qp(receiver.qp) == 0);
         receiver.qp = nullptr;
-        CHECK(ibv_destroy_srq(first) == 0 && ibv_close_xrcd(xrcd) == EBUSY && ibv_destroy_cq(queue_cq) == EBUSY);
-        CHECK(ibv_destroy_srq(second) == 0 && ibv_close_xrcd(xrcd) == 0 && ibv_destroy_cq(queue_cq) == 0);
+        CHECK(ibv_destroy_srq(first_srq) == 0 && ibv_close_xrcd(xrcd) == EBUSY && ibv_destroy_cq(queue_cq) == EBUSY);
+        CHECK(ibv_destroy_srq(second_srq) == 0 && ibv_close_xrcd(xrcd) == 0 && ibv_destroy_cq(queue_cq) == 0);
         CHECK(ibv_dealloc_pd(other_pd) == 0);
     }
     XrcPair(const XrcPair&) = delete;
@@ -81,7 +82,7 @@ struct XrcPair {
 
     void connect_sender(const Address& peer) {
         CHECK(sender.modify_to_init() == 0);
-        ibv_qp_attr attr = sender.rtr_attr(peer);
+        ibv_qp_attr attr = sender.make_rtr_attr(peer);
         attr.max_dest_rd_atomic = 255; // the attributes of a responder are ignored
         CHECK(ibv_modify_qp(sender.qp, &attr, Endpoint::rtr_mask) == 0);
         CHECK(sender.modify_to_rts() == 0);
@@ -120,50 +121,53 @@ struct XrcPair {
 
 void test_message_goes_to_named_queue() {
     XrcPair pair;
-    Buffer from(pair.sender.pd, 4096), into(pair.receiver.pd, 4096), other(pair.other_pd, 4096);
+    Buffer from(pair.sender.pd, 4096), into(pair.receiver.pd, 4096), other_buffer(pair.other_pd, 4096);
     fill_pattern(from.bytes, 4096);
-    XrcPair::post_receive(pair.first, 10, into.sge(0, 4096));
-    XrcPair::post_receive(pair.second, 20, other.sge(0, 4096));
-    CHECK(pair.post(request(1, IBV_WR_SEND), get_srq_number(pair.second), {from.sge(0, 4096)}) == 0);
+    XrcPair::post_receive(pair.first_srq, 10, into.sge(0, 4096));
+    XrcPair::post_receive(pair.second_srq, 20, other_buffer.sge(0, 4096));
+    CHECK(pair.post(make_request(1, IBV_WR_SEND), get_srq_number(pair.second_srq), {from.sge(0, 4096)}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     ibv_wc wc = pair.poll_queue();
     CHECK(wc.wr_id == 20 && wc.status == IBV_WC_SUCCESS && wc.qp_num == pair.receiver.qp->qp_num);
-    CHECK(has_pattern(other.bytes, 4096) && into.bytes[0] == 0);
-    CHECK(pair.post(request(2, IBV_WR_SEND), get_srq_number(pair.first), {from.sge(0, 4096)}) == 0);
+    CHECK(has_pattern(other_buffer.bytes, 4096) && into.bytes[0] == 0);
+    CHECK(pair.post(make_request(2, IBV_WR_SEND), get_srq_number(pair.first_srq), {from.sge(0, 4096)}) == 0);
     pair.sender.expect_completion(2, IBV_WC_SUCCESS);
     wc = pair.poll_queue();
     CHECK(wc.wr_id == 10 && has_pattern(into.bytes, 4096));
 }
 
-// The queue's protection domain decides which keys are valid.
+// The protection domain of the receive queue decides which keys are valid.
 void test_write_and_read_use_domain_of_queue() {
     XrcPair pair;
-    Buffer from(pair.sender.pd, 64), back(pair.sender.pd, 64), target(pair.other_pd, 64);
+    Buffer from(pair.sender.pd, 64), readback(pair.sender.pd, 64), target(pair.other_pd, 64);
     fill_pattern(from.bytes, 64);
-    const std::uint32_t second = get_srq_number(pair.second);
-    CHECK(pair.post(request(1, IBV_WR_RDMA_WRITE, target.at(), target.mr->rkey), second, {from.sge(0, 64)}) == 0);
-    CHECK(pair.post(request(2, IBV_WR_RDMA_READ, target.at(), target.mr->rkey), second, {back.sge(0, 64)}) == 0);
+    const std::uint32_t second_srq_number = get_srq_number(pair.second_srq);
+    CHECK(pair.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey), second_srq_number,
+                    {from.sge(0, 64)}) == 0);
+    CHECK(pair.post(make_request(2, IBV_WR_RDMA_READ, target.address_at(), target.mr->rkey), second_srq_number,
+                    {readback.sge(0, 64)}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     pair.sender.expect_completion(2, IBV_WC_SUCCESS);
-    CHECK(has_pattern(target.bytes, 64) && has_pattern(back.bytes, 64));
-    const std::uint32_t first = get_srq_number(pair.first);
-    CHECK(pair.post(request(3, IBV_WR_RDMA_WRITE, target.at(), target.mr->rkey), first, {from.sge(0, 64)}) == 0);
+    CHECK(has_pattern(target.bytes, 64) && has_pattern(readback.bytes, 64));
+    const std::uint32_t first_srq_number = get_srq_number(pair.first_srq);
+    CHECK(pair.post(make_request(3, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey), first_srq_number,
+                    {from.sge(0, 64)}) == 0);
     pair.sender.expect_completion(3, IBV_WC_REM_ACCESS_ERR);
-    CHECK(next_event(pair.receiver.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
+    CHECK(wait_for_event(pair.receiver.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
 }
 
 void test_unknown_queue_is_refused() {
     XrcPair pair;
-    CHECK(pair.post(request(1, IBV_WR_SEND), get_srq_number(pair.first) ^ 0x8000, {}) == 0);
+    CHECK(pair.post(make_request(1, IBV_WR_SEND), get_srq_number(pair.first_srq) ^ 0x8000, {}) == 0);
     pair.sender.expect_completion(1, IBV_WC_REM_INV_REQ_ERR);
-    const ibv_async_event event = next_event(pair.receiver.context);
+    const ibv_async_event event = wait_for_event(pair.receiver.context);
     CHECK(event.event_type == IBV_EVENT_QP_REQ_ERR && event.element.qp == pair.receiver.qp);
 }
 
 void test_queue_pairs_have_one_direction() {
     XrcPair pair;
     CHECK(pair.sender.post_receive(1, {}) == EINVAL && pair.receiver.post_receive(1, {}) == EINVAL);
-    CHECK(pair.receiver.post(request(1, IBV_WR_SEND), {}) == EINVAL);
+    CHECK(pair.receiver.post(make_request(1, IBV_WR_SEND), {}) == EINVAL);
     CHECK(pair.receiver.qp->pd == nullptr && pair.receiver.qp->send_cq == nullptr);
 }
 
@@ -178,7 +182,7 @@ void test_invalid_arguments() {
     // A queue pair of type RC cannot use the receive queue of an XRC domain.
     ibv_qp_init_attr init{};
     init.send_cq = init.recv_cq = pair.receiver.cq;
-    init.srq = pair.first;
+    init.srq = pair.first_srq;
     init.cap = {1, 0, 1, 0, 0};
     init.qp_type = IBV_QPT_RC;
     CHECK(ibv_create_qp(pair.receiver.pd, &init) == nullptr && errno == EINVAL);
@@ -191,30 +195,32 @@ void test_one_file_is_one_domain() {
     const Fd file(mkstemp(path));
     CHECK(file);
     CHECK(open_domain(context, file.get(), 0) == nullptr && errno == EAGAIN);
-    ibv_xrcd* const first = open_domain(context, file.get(), O_CREAT);
-    const Fd again(open(path, O_RDONLY | O_CLOEXEC));
-    CHECK(first != nullptr && open_domain(context, again.get(), O_CREAT | O_EXCL) == nullptr && errno == EINVAL);
-    ibv_xrcd* const second = open_domain(context, again.get(), 0);
-    CHECK(second != nullptr);
-    // A queue pair of the first one delivers to a queue of the second one.
-    ibv_srq* const srq = create_xrc_queue(pair.receiver.pd, second, pair.queue_cq);
+    ibv_xrcd* const first_domain = open_domain(context, file.get(), O_CREAT);
+    const Fd second_file(open(path, O_RDONLY | O_CLOEXEC));
+    CHECK(first_domain != nullptr && open_domain(context, second_file.get(), O_CREAT | O_EXCL) == nullptr &&
+          errno == EINVAL);
+    ibv_xrcd* const second_domain = open_domain(context, second_file.get(), 0);
+    CHECK(second_domain != nullptr);
+    // Both structures are the same domain, so a queue pair of the first delivers to a receive queue of the second.
+    ibv_srq* const srq = create_xrc_queue(pair.receiver.pd, second_domain, pair.queue_cq);
     CHECK(srq != nullptr && ibv_destroy_qp(pair.receiver.qp) == 0 && ibv_destroy_qp(pair.sender.qp) == 0);
-    pair.receiver.qp = create_receive_pair(context, first);
+    pair.receiver.qp = create_receive_pair(context, first_domain);
     pair.sender.qp = create_send_pair(pair.sender.pd, pair.sender.cq);
     pair.connect_sender(pair.receiver.address());
     pair.connect_receiver(pair.sender.address());
     const Buffer into(pair.receiver.pd, 8);
     XrcPair::post_receive(srq, 5, into.sge(0, 8));
-    CHECK(pair.post(request(1, IBV_WR_SEND), get_srq_number(srq), {}) == 0);
+    CHECK(pair.post(make_request(1, IBV_WR_SEND), get_srq_number(srq), {}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(pair.poll_queue().wr_id == 5);
-    CHECK(ibv_close_xrcd(first) == EBUSY && ibv_destroy_qp(pair.receiver.qp) == 0 && ibv_close_xrcd(first) == 0);
-    CHECK(ibv_destroy_srq(srq) == 0 && ibv_close_xrcd(second) == 0);
+    CHECK(ibv_close_xrcd(first_domain) == EBUSY && ibv_destroy_qp(pair.receiver.qp) == 0 &&
+          ibv_close_xrcd(first_domain) == 0);
+    CHECK(ibv_destroy_srq(srq) == 0 && ibv_close_xrcd(second_domain) == 0);
     pair.receiver.qp = create_receive_pair(context, pair.xrcd);
     CHECK(unlink(path) == 0);
 }
 
-// A receive queue pair that was opened twice ends with its last structure.
+// A receive queue pair that was opened twice exists until its last structure is destroyed.
 void test_opened_queue_pair_outlives_first_structure() {
     XrcPair pair;
     ibv_context* const context = pair.receiver.context;
@@ -222,22 +228,22 @@ void test_opened_queue_pair_outlives_first_structure() {
                           pair.xrcd, nullptr, IBV_QPT_XRC_RECV};
     CHECK(ibv_open_qp(context, &attr) == nullptr && errno == EINVAL);
     attr.qp_num = pair.receiver.qp->qp_num;
-    ibv_qp* const opened = ibv_open_qp(context, &attr);
-    CHECK(opened != nullptr && opened->qp_num == attr.qp_num && opened->state == IBV_QPS_RTS);
+    ibv_qp* const opened_qp = ibv_open_qp(context, &attr);
+    CHECK(opened_qp != nullptr && opened_qp->qp_num == attr.qp_num && opened_qp->state == IBV_QPS_RTS);
     CHECK(ibv_destroy_qp(pair.receiver.qp) == 0);
-    pair.receiver.qp = opened;
+    pair.receiver.qp = opened_qp;
     const Buffer into(pair.receiver.pd, 8);
-    XrcPair::post_receive(pair.first, 5, into.sge(0, 8));
-    CHECK(pair.post(request(1, IBV_WR_SEND), get_srq_number(pair.first), {}) == 0);
+    XrcPair::post_receive(pair.first_srq, 5, into.sge(0, 8));
+    CHECK(pair.post(make_request(1, IBV_WR_SEND), get_srq_number(pair.first_srq), {}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(pair.poll_queue().wr_id == 5);
-    // Each structure gets the events.
-    ibv_qp* const again = ibv_open_qp(context, &attr);
-    CHECK(again != nullptr);
-    CHECK(pair.post(request(2, IBV_WR_SEND), get_srq_number(pair.first) ^ 0x8000, {}) == 0);
+    // Each structure of the queue pair gets the event.
+    ibv_qp* const reopened_qp = ibv_open_qp(context, &attr);
+    CHECK(reopened_qp != nullptr);
+    CHECK(pair.post(make_request(2, IBV_WR_SEND), get_srq_number(pair.first_srq) ^ 0x8000, {}) == 0);
     pair.sender.expect_completion(2, IBV_WC_REM_INV_REQ_ERR);
-    CHECK(next_event(context).element.qp == opened && next_event(context).element.qp == again);
-    CHECK(ibv_destroy_qp(again) == 0);
+    CHECK(wait_for_event(context).element.qp == opened_qp && wait_for_event(context).element.qp == reopened_qp);
+    CHECK(ibv_destroy_qp(reopened_qp) == 0);
 }
 
 } // namespace

@@ -1,5 +1,6 @@
-// Tests that the audit library replaces a copy of libibverbs to which a program is linked by another name and by
-// DT_RPATH, as auditwheel links the libraries of a wheel. The test sets LD_AUDIT. Without it, the copy has no devices.
+// Test of the audit library of the software twin of libibverbs. This program is linked by DT_RPATH to a copy of
+// libibverbs with another name, as auditwheel links the libraries of a wheel. The audit library must replace the copy
+// by the twin. The build sets LD_AUDIT for the test. Without it, the copy reports no devices.
 #include <dlfcn.h>
 #include <infiniband/verbs.h>
 
@@ -12,7 +13,7 @@ int main(int, char** arguments) {
     CHECK(ibv_get_device_list(&device_count) != nullptr && device_count == 2);
     Dl_info info{};
     CHECK(dladdr(reinterpret_cast<void*>(ibv_get_device_list), &info) != 0);
-    // Another name for the same library leads to the same twin.
+    // The name of the copy and the usual name lead to the same twin.
     void* const copy = dlopen(arguments[1], RTLD_NOW | RTLD_NOLOAD);
     CHECK(copy != nullptr && copy == dlopen("libibverbs.so.1", RTLD_NOW | RTLD_NOLOAD));
     return 0;

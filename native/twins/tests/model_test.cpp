@@ -1,4 +1,5 @@
-// Tests of model/: dma-bufs and their references, fault plans, the ledger, and the control service.
+// Tests of the code that all software twins share (native/twins/model): dma-bufs and their references, fault plans, the
+// ledger of live handles, and the control service.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -32,10 +33,10 @@ using namespace gdrkit::twin;
 namespace {
 
 constexpr std::uint64_t mib = 1 << 20;
-constexpr std::uint32_t echo_request = 77; // a request type that the twins do not use; its handler returns the request
+constexpr std::uint32_t echo_request = 77; // the twins do not use this request type, whose handler returns the request
 
-// Run `body` in a child process. Return the wait status of the child, and store its stderr in `text`.
-int run_in_child(const std::function<void()>& body, std::string* text) {
+// Run `body` in a child process. Return the wait status of the child, and store its stderr in `stderr_text`.
+int run_in_child(const std::function<void()>& body, std::string* stderr_text) {
     int ends[2];
     CHECK(pipe(ends) == 0);
     const pid_t child = fork();
@@ -49,7 +50,7 @@ int run_in_child(const std::function<void()>& body, std::string* text) {
     close(ends[1]);
     std::array<char, 4096> chunk{};
     for (ssize_t count = 0; (count = read(ends[0], chunk.data(), chunk.size())) > 0;) {
-        text->append(chunk.data(), static_cast<std::size_t>(count));
+        stderr_text->append(chunk.data(), static_cast<std::size_t>(count));
     }
     close(ends[0]);
     int status = 0;
@@ -123,7 +124,7 @@ void test_export_lives_until_last_importer() {
 
 void test_foreign_descriptors_are_refused() {
     ImportedDmabuf imported;
-    // The name alone is not enough; the memfd must also be sealed.
+    // The name alone is not enough. The memfd must also be sealed.
     const Fd unsealed_memfd(memfd_create("gdrkit-gpu:0123456789abcdef", MFD_CLOEXEC));
     const Fd file(open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
     CHECK(import_dmabuf(unsealed_memfd.get(), &imported) == -EINVAL);
@@ -138,8 +139,8 @@ void test_shareable_handle_is_not_a_dmabuf() {
     ImportedDmabuf imported;
     CHECK(import_dmabuf(handle.get(), &imported) == -EINVAL);
     CHECK(import_shareable(dmabuf.get()) == -EINVAL && import_shareable(9999) == -EBADF);
-    const Fd again(import_shareable(handle.get()));
-    CHECK(again && lseek(again.get(), 0, SEEK_END) == static_cast<off_t>(mib));
+    const Fd imported_memory(import_shareable(handle.get()));
+    CHECK(imported_memory && lseek(imported_memory.get(), 0, SEEK_END) == static_cast<off_t>(mib));
 }
 
 void test_import_of_parts_needs_live_owner() {
@@ -217,7 +218,7 @@ void test_plan_holds_calls_while_a_file_exists() {
     const std::string file = make_hold_file();
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 errno=EFAULT hold=" + file + "\n").empty());
     std::atomic<bool> has_ended{false};
-    std::thread held([&] {
+    std::thread held_call([&] {
         CHECK(find_injected_fault("ibv_reg_mr") == EFAULT);
         has_ended = true;
     });
@@ -226,7 +227,7 @@ void test_plan_holds_calls_while_a_file_exists() {
     }
     CHECK(!find_injected_fault("ibv_reg_mr") && !has_ended); // The second call is not held.
     CHECK(unlink(file.c_str()) == 0);
-    held.join();
+    held_call.join();
     CHECK(has_ended && replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 hold=here\n").starts_with("line 2: "));
 }
 
@@ -257,7 +258,7 @@ void test_malformed_plan_is_rejected() {
 }
 
 void test_double_release_aborts_with_stacks() {
-    std::string text;
+    std::string stderr_text;
     const int status = run_in_child(
         [] {
             ledger_add("thing", 5);
@@ -265,15 +266,16 @@ void test_double_release_aborts_with_stacks() {
                 _exit(3);
             }
         },
-        &text);
+        &stderr_text);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
-    CHECK(text.find("double release of thing 0x5") != std::string::npos);
-    CHECK(text.find("created at") != std::string::npos && text.find("released first at") != std::string::npos &&
-          text.find("released again at") != std::string::npos);
+    CHECK(stderr_text.find("double release of thing 0x5") != std::string::npos);
+    CHECK(stderr_text.find("created at") != std::string::npos &&
+          stderr_text.find("released first at") != std::string::npos &&
+          stderr_text.find("released again at") != std::string::npos);
 }
 
 void test_release_history_is_bounded() {
-    std::string text;
+    std::string stderr_text;
     const int status = run_in_child(
         [] {
             // The handle 5 is issued and released twice, so it has two entries in the history of releases. When the
@@ -292,7 +294,7 @@ void test_release_history_is_bounded() {
             }
             _exit(ledger_remove("thing", 5) ? 4 : 5);
         },
-        &text);
+        &stderr_text);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
 
@@ -384,15 +386,15 @@ void test_stopped_service_times_out() {
 }
 
 void test_malformed_variable_is_an_error() {
-    std::string text;
+    std::string stderr_text;
     const int status = run_in_child(
         [] {
             setenv("GDRKIT_TWINS_NICS", "many", 1);
             _exit(config().error == "GDRKIT_TWINS_NICS=many: expected a number from 0 to 16" ? 4 : 5);
         },
-        &text);
+        &stderr_text);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 4);
-    CHECK(text.find("GDRKIT_TWINS_NICS=many") != std::string::npos);
+    CHECK(stderr_text.find("GDRKIT_TWINS_NICS=many") != std::string::npos);
 }
 
 void test_fifo_reuses_memory() {
@@ -401,11 +403,11 @@ void test_fifo_reuses_memory() {
     std::mt19937 random(5);
     for (int number = 0; number < 20000; ++number) {
         // The queue mostly grows for 1000 rounds, then mostly shrinks for 1000 rounds, and so on.
-        const bool grows = random() % 100 < (number / 1000 % 2 == 0 ? 70U : 30U);
-        if (grows || expected.empty()) {
-            const bool at_end = random() % 4 != 0;
-            at_end ? fifo.push_back(number) : fifo.push_front(number);
-            at_end ? expected.push_back(number) : expected.push_front(number);
+        const bool is_growing = random() % 100 < (number / 1000 % 2 == 0 ? 70U : 30U);
+        if (is_growing || expected.empty()) {
+            const bool is_at_end = random() % 4 != 0;
+            is_at_end ? fifo.push_back(number) : fifo.push_front(number);
+            is_at_end ? expected.push_back(number) : expected.push_front(number);
         } else if (random() % 4 != 0) {
             fifo.pop_front();
             expected.pop_front();
@@ -437,7 +439,7 @@ void test_share_of_delays() {
 }
 
 void test_hmac_has_the_digests_of_rfc_4231() {
-    const auto hex_hmac = [](std::string_view key, std::initializer_list<std::string_view> parts) {
+    const auto compute_hex_hmac = [](std::string_view key, std::initializer_list<std::string_view> parts) {
         std::string hex;
         for (const std::uint8_t byte : hmac_sha256(key, parts)) {
             char digits[3];
@@ -446,10 +448,10 @@ void test_hmac_has_the_digests_of_rfc_4231() {
         }
         return hex;
     };
-    CHECK(hex_hmac("Jefe", {"what do ya want ", "for nothing?"}) ==
+    CHECK(compute_hex_hmac("Jefe", {"what do ya want ", "for nothing?"}) ==
           "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
     // A key that is longer than a block is hashed.
-    CHECK(hex_hmac(std::string(131, '\xaa'), {"Test Using Larger Than Block-Size Key - Hash Key First"}) ==
+    CHECK(compute_hex_hmac(std::string(131, '\xaa'), {"Test Using Larger Than Block-Size Key - Hash Key First"}) ==
           "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
     CHECK(is_equal_digest(hmac_sha256("a", {"b"}), hmac_sha256("a", {"b"})));
     CHECK(!is_equal_digest(hmac_sha256("a", {"b"}), hmac_sha256("a", {"c"})));

@@ -1,4 +1,5 @@
-// A second process of a test: the same program, started again with a socket to the first one as its argument.
+// A second process for a test of the software twins: the same program, started again with a socket to the first process
+// as its argument.
 #pragma once
 
 #include <spawn.h>
@@ -23,7 +24,8 @@ template <typename Message> Message receive_value(int socket) {
     return message;
 }
 
-// The second process and the socket that is connected to it. Its first argument is the number of its socket.
+// The second process, and the socket that is connected to it. The first argument of the process is the number of its
+// socket.
 struct PeerProcess {
     pid_t pid = 0;
     Fd socket;

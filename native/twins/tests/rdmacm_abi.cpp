@@ -1,4 +1,5 @@
-// Compares the declarations of rdmacm/types.hpp with the real rdma_cma.h at compile time, if that header is installed.
+// Test of the software twin of librdmacm: compares the declarations of rdmacm/types.hpp with the real rdma_cma.h at
+// compile time, if that header is installed.
 #include <rdma/rdma_cma.h>
 
 #include "rdmacm/types.hpp"

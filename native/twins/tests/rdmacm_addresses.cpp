@@ -1,4 +1,4 @@
-// Tests of addresses, ports, devices and options.
+// Tests of the software twin of librdmacm: addresses, ports, devices and options.
 #include <netdb.h>
 
 #include <algorithm>
@@ -10,9 +10,9 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-int bind_errno(const EventChannel& channel, const char* address, std::uint16_t port, rdma_port_space ps = RDMA_PS_TCP,
-               bool ipv6_only = false) {
-    rdma_cm_id* const id = make_id(channel, ps);
+int bind_and_get_errno(const EventChannel& channel, const char* address, std::uint16_t port,
+                       rdma_port_space ps = RDMA_PS_TCP, bool ipv6_only = false) {
+    rdma_cm_id* const id = create_id(channel, ps);
     int value = ipv6_only ? 1 : 0;
     CHECK(rdma_set_option(id, option_level_id, option_afonly, &value, sizeof value) == 0);
     errno = 0;
@@ -23,18 +23,18 @@ int bind_errno(const EventChannel& channel, const char* address, std::uint16_t p
 
 void test_taken_port_is_refused_until_it_is_free() {
     const EventChannel channel;
-    rdma_cm_id* const id = make_id(channel);
+    rdma_cm_id* const id = create_id(channel);
     CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1", 0)) == 0 && id->verbs != nullptr && id->pd != nullptr);
     const std::uint16_t port = ntohs(rdma_get_src_port(id));
     CHECK(port >= 1024);
-    CHECK(bind_errno(channel, "127.0.0.1", port) == EADDRINUSE);
-    CHECK(bind_errno(channel, "0.0.0.0", port) == EADDRINUSE);
-    CHECK(bind_errno(channel, "::", port) == EADDRINUSE);
-    CHECK(bind_errno(channel, "::", port, RDMA_PS_TCP, true) == 0);
-    CHECK(bind_errno(channel, "::1", port) == 0);
-    CHECK(bind_errno(channel, "127.0.0.1", port, RDMA_PS_UDP) == 0); // another port space
+    CHECK(bind_and_get_errno(channel, "127.0.0.1", port) == EADDRINUSE);
+    CHECK(bind_and_get_errno(channel, "0.0.0.0", port) == EADDRINUSE);
+    CHECK(bind_and_get_errno(channel, "::", port) == EADDRINUSE);
+    CHECK(bind_and_get_errno(channel, "::", port, RDMA_PS_TCP, true) == 0);
+    CHECK(bind_and_get_errno(channel, "::1", port) == 0);
+    CHECK(bind_and_get_errno(channel, "127.0.0.1", port, RDMA_PS_UDP) == 0); // another port space
     CHECK(rdma_destroy_id(id) == 0);
-    CHECK(bind_errno(channel, "0.0.0.0", port) == 0);
+    CHECK(bind_and_get_errno(channel, "0.0.0.0", port) == 0);
 }
 
 void test_shared_port_is_exclusive_for_a_listener() {
@@ -42,7 +42,7 @@ void test_shared_port_is_exclusive_for_a_listener() {
     rdma_cm_id* ids[2];
     int value = 1;
     for (rdma_cm_id*& id : ids) {
-        id = make_id(channel);
+        id = create_id(channel);
         CHECK(rdma_set_option(id, option_level_id, option_reuseaddr, &value, sizeof value) == 0);
         CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1", 21000)) == 0);
     }
@@ -55,8 +55,8 @@ void test_shared_port_is_exclusive_for_a_listener() {
 
 void test_foreign_address_is_not_available() {
     const EventChannel channel;
-    CHECK(bind_errno(channel, "192.0.2.1", 0) == EADDRNOTAVAIL);
-    rdma_cm_id* const id = make_id(channel);
+    CHECK(bind_and_get_errno(channel, "192.0.2.1", 0) == EADDRNOTAVAIL);
+    rdma_cm_id* const id = create_id(channel);
     sockaddr_storage unknown{};
     unknown.ss_family = AF_UNIX;
     CHECK_FAILS(rdma_bind_addr(id, reinterpret_cast<sockaddr*>(&unknown)), EINVAL);
@@ -75,7 +75,7 @@ void test_gid_address_selects_its_device() {
         sockaddr_in6 address{};
         address.sin6_family = AF_INET6;
         std::memcpy(&address.sin6_addr, gid.raw, sizeof gid.raw);
-        rdma_cm_id* const id = make_id(channel);
+        rdma_cm_id* const id = create_id(channel);
         CHECK(rdma_bind_addr(id, reinterpret_cast<sockaddr*>(&address)) == 0);
         CHECK(id->verbs == devices[index]);
         CHECK(std::memcmp(id->route.addr.addr.ibaddr.sgid.raw, gid.raw, sizeof gid.raw) == 0);
@@ -87,12 +87,12 @@ void test_gid_address_selects_its_device() {
 void test_wildcard_listener_of_both_families_accepts_both() {
     for (const char* address : {"127.0.0.1", "::1"}) {
         const EventChannel server_channel, client_channel;
-        rdma_cm_id* const listener = make_id(server_channel);
-        rdma_cm_id* const client = make_id(client_channel);
-        resolve(client_channel, client, address, listen_on_address(listener, "::"));
-        make_queue_pair(client);
+        rdma_cm_id* const listener = create_id(server_channel);
+        rdma_cm_id* const client = create_id(client_channel);
+        resolve_address_and_route(client_channel, client, address, listen_on_address(listener, "::"));
+        create_queue_pair(client);
         CHECK(listener->verbs == nullptr && rdma_connect(client, nullptr) == 0);
-        rdma_cm_event* const request = server_channel.take(RDMA_CM_EVENT_CONNECT_REQUEST);
+        rdma_cm_event* const request = server_channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
         rdma_cm_id* const server = request->id;
         CHECK(rdma_ack_cm_event(request) == 0);
         CHECK(server->route.addr.src_addr.sa_family == client->route.addr.dst_addr.sa_family);
@@ -105,7 +105,7 @@ void test_wildcard_listener_of_both_families_accepts_both() {
 
 void test_options_check_their_values() {
     const EventChannel channel;
-    rdma_cm_id* const id = make_id(channel);
+    rdma_cm_id* const id = create_id(channel);
     std::uint8_t byte = 32;
     int number = 1;
     CHECK(rdma_set_option(id, option_level_id, option_tos, &byte, 1) == 0);

@@ -1,4 +1,5 @@
-// Tests of connections between identifiers of one process: events with their parameters, rejections, disconnection.
+// Tests of the software twin of librdmacm: connections between identifiers of one process, with their events,
+// parameters, rejections and disconnection.
 #include <fcntl.h>
 
 #include <algorithm>
@@ -43,10 +44,10 @@ void test_data_flows_both_ways_after_connect(const char* address) {
     send_and_check(pair.server, pair.client);
 }
 
-// The kernel hands out the whole private data fields of the InfiniBand messages, padded with zeros.
+// Like the kernel, the twin returns the whole private data field of an InfiniBand message, padded with zeros.
 void test_request_has_parameters_and_padded_private_data() {
     Pair pair;
-    rdma_cm_event* const event = pair.request("hello");
+    rdma_cm_event* const event = pair.send_request("hello");
     CHECK(event->listen_id == pair.listener && event->id->verbs == pair.client->verbs);
     const rdma_conn_param& parameters = event->param.conn;
     CHECK(parameters.private_data_len == 56 && std::memcmp(parameters.private_data, "hello\0", 6) == 0);
@@ -54,33 +55,33 @@ void test_request_has_parameters_and_padded_private_data() {
     CHECK(parameters.retry_count == 5 && parameters.rnr_retry_count == 6);
     CHECK(parameters.qp_num == pair.client->qp->qp_num && parameters.srq == 0);
     CHECK(rdma_ack_cm_event(event) == 0);
-    make_queue_pair(pair.server);
-    rdma_conn_param reply = parameters_with("reply", 5);
+    create_queue_pair(pair.server);
+    rdma_conn_param reply = make_parameters("reply", 5);
     CHECK(rdma_accept(pair.server, &reply) == 0);
-    rdma_cm_event* const established = pair.client_channel.take(RDMA_CM_EVENT_ESTABLISHED);
+    rdma_cm_event* const established = pair.client_channel.take_event(RDMA_CM_EVENT_ESTABLISHED);
     CHECK(established->param.conn.private_data_len == 196);
     CHECK(std::memcmp(established->param.conn.private_data, "reply\0", 6) == 0);
     CHECK(established->param.conn.qp_num == pair.server->qp->qp_num);
     CHECK(rdma_ack_cm_event(established) == 0);
-    pair.server_channel.expect(RDMA_CM_EVENT_ESTABLISHED);
+    pair.server_channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
 }
 
 void test_too_much_private_data_is_refused() {
     Pair pair;
     const std::string data(57, 'x');
-    rdma_conn_param parameters = parameters_with(data.data(), data.size());
+    rdma_conn_param parameters = make_parameters(data.data(), data.size());
     CHECK_FAILS(rdma_connect(pair.client, &parameters), EINVAL);
-    CHECK(rdma_ack_cm_event(pair.request(data.substr(1))) == 0);
+    CHECK(rdma_ack_cm_event(pair.send_request(data.substr(1))) == 0);
     CHECK_FAILS(rdma_reject(pair.server, std::string(149, 'x').data(), 149), EINVAL);
     CHECK(rdma_reject(pair.server, data.data(), 57) == 0);
-    pair.client_channel.expect(RDMA_CM_EVENT_REJECTED, 28);
+    pair.client_channel.expect_event(RDMA_CM_EVENT_REJECTED, 28);
 }
 
 void test_rejection_has_reason_and_private_data() {
     Pair pair;
-    CHECK(rdma_ack_cm_event(pair.request()) == 0);
+    CHECK(rdma_ack_cm_event(pair.send_request()) == 0);
     CHECK(rdma_reject(pair.server, "no", 2) == 0);
-    rdma_cm_event* const event = pair.client_channel.take(RDMA_CM_EVENT_REJECTED);
+    rdma_cm_event* const event = pair.client_channel.take_event(RDMA_CM_EVENT_REJECTED);
     CHECK(event->status == 28 && event->param.conn.private_data_len == 148);
     CHECK(std::memcmp(event->param.conn.private_data, "no\0", 3) == 0);
     CHECK(rdma_ack_cm_event(event) == 0);
@@ -88,45 +89,46 @@ void test_rejection_has_reason_and_private_data() {
 }
 
 void test_port_without_listener_rejects_at_once() {
-    // The fastest of several attempts shows that none waits for a listener; a loaded machine may delay the others.
-    auto shortest = std::chrono::steady_clock::duration::max();
+    // The fastest of several attempts shows that no attempt waits for a listener. A loaded machine may delay the
+    // others.
+    auto shortest_time = std::chrono::steady_clock::duration::max();
     for (int attempt = 0; attempt < 5; ++attempt) {
         const EventChannel channel;
-        rdma_cm_id* const refused = make_id(channel);
-        resolve(channel, refused, "127.0.0.1", 7471);
-        make_queue_pair(refused);
+        rdma_cm_id* const refused_id = create_id(channel);
+        resolve_address_and_route(channel, refused_id, "127.0.0.1", 7471);
+        create_queue_pair(refused_id);
         const auto begin = std::chrono::steady_clock::now();
-        CHECK(rdma_connect(refused, nullptr) == 0);
-        channel.expect(RDMA_CM_EVENT_REJECTED, 8);
-        shortest = std::min(shortest, std::chrono::steady_clock::now() - begin);
-        rdma_destroy_qp(refused);
-        CHECK(rdma_destroy_id(refused) == 0);
+        CHECK(rdma_connect(refused_id, nullptr) == 0);
+        channel.expect_event(RDMA_CM_EVENT_REJECTED, 8);
+        shortest_time = std::min(shortest_time, std::chrono::steady_clock::now() - begin);
+        rdma_destroy_qp(refused_id);
+        CHECK(rdma_destroy_id(refused_id) == 0);
     }
-    CHECK(shortest < std::chrono::milliseconds(50));
+    CHECK(shortest_time < std::chrono::milliseconds(50));
 }
 
-// The server of perftest -R ends the listener of a first connection, and listens again right after it has told its
-// client to connect.
+// The server of perftest -R destroys the listener of its first connection, and listens again right after it has told
+// its client to connect.
 void test_listener_may_return_just_after_the_request() {
     const EventChannel server_channel, client_channel;
     std::uint16_t port = 0;
     for (const bool is_late : {false, true}) {
-        rdma_cm_id* const listener = make_id(server_channel);
+        rdma_cm_id* const listener = create_id(server_channel);
         port = is_late ? port : listen_on_address(listener, "127.0.0.1");
-        rdma_cm_id* const client = make_id(client_channel);
-        resolve(client_channel, client, "127.0.0.1", port);
-        make_queue_pair(client);
+        rdma_cm_id* const client = create_id(client_channel);
+        resolve_address_and_route(client_channel, client, "127.0.0.1", port);
+        create_queue_pair(client);
         std::thread server([&] {
             if (is_late) {
                 usleep(20'000);
                 listen_on_address(listener, "127.0.0.1", port);
             }
-            rdma_cm_event* const event = server_channel.take(RDMA_CM_EVENT_CONNECT_REQUEST);
+            rdma_cm_event* const event = server_channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
             rdma_cm_id* const id = event->id;
             CHECK(rdma_ack_cm_event(event) == 0 && rdma_reject(id, nullptr, 0) == 0 && rdma_destroy_id(id) == 0);
         });
         CHECK(rdma_connect(client, nullptr) == 0);
-        client_channel.expect(RDMA_CM_EVENT_REJECTED, 28);
+        client_channel.expect_event(RDMA_CM_EVENT_REJECTED, 28);
         server.join();
         rdma_destroy_qp(client);
         CHECK(rdma_destroy_id(client) == 0 && rdma_destroy_id(listener) == 0);
@@ -136,7 +138,7 @@ void test_listener_may_return_just_after_the_request() {
 // No host has an address of TEST-NET-1 (RFC 5737), so no connection manager answers there.
 void test_unknown_host_is_unreachable() {
     const EventChannel channel;
-    rdma_cm_id* const id = make_id(channel);
+    rdma_cm_id* const id = create_id(channel);
     CHECK(rdma_resolve_addr(id, nullptr, IpEndpoint("192.0.2.1", 7471), 1000) == 0);
     rdma_cm_event* event = nullptr;
     CHECK(rdma_get_cm_event(channel.channel, &event) == 0);
@@ -145,10 +147,10 @@ void test_unknown_host_is_unreachable() {
     CHECK(rdma_ack_cm_event(event) == 0);
     if (has_route) {
         CHECK(rdma_resolve_route(id, 1000) == 0);
-        channel.expect(RDMA_CM_EVENT_ROUTE_RESOLVED);
-        make_queue_pair(id);
+        channel.expect_event(RDMA_CM_EVENT_ROUTE_RESOLVED);
+        create_queue_pair(id);
         CHECK(rdma_connect(id, nullptr) == 0);
-        channel.expect(RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT);
+        channel.expect_event(RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT);
         rdma_destroy_qp(id);
     }
     CHECK(rdma_destroy_id(id) == 0);
@@ -156,21 +158,21 @@ void test_unknown_host_is_unreachable() {
 
 void test_full_backlog_rejects() {
     const EventChannel server_channel, client_channel;
-    rdma_cm_id* const listener = make_id(server_channel);
+    rdma_cm_id* const listener = create_id(server_channel);
     const std::uint16_t port = listen_on_address(listener, "127.0.0.1", 0, 1);
     rdma_cm_id* clients[2];
     for (rdma_cm_id*& client : clients) {
-        client = make_id(client_channel);
-        resolve(client_channel, client, "127.0.0.1", port);
-        make_queue_pair(client);
+        client = create_id(client_channel);
+        resolve_address_and_route(client_channel, client, "127.0.0.1", port);
+        create_queue_pair(client);
         CHECK(rdma_connect(client, nullptr) == 0);
         CHECK(server_channel.is_readable(30'000));
     }
-    // The first request waits in the queue, so the second one finds the backlog full.
-    client_channel.expect(RDMA_CM_EVENT_REJECTED, 28);
-    // Destroying the listener destroys the request that the program has not seen, and so rejects it.
+    // The first request waits in the queue, so the second request finds the backlog full.
+    client_channel.expect_event(RDMA_CM_EVENT_REJECTED, 28);
+    // The program has not taken the event of the first request. Destroying the listener rejects this request.
     CHECK(rdma_destroy_id(listener) == 0);
-    client_channel.expect(RDMA_CM_EVENT_REJECTED, 28);
+    client_channel.expect_event(RDMA_CM_EVENT_REJECTED, 28);
     for (rdma_cm_id* client : clients) {
         rdma_destroy_qp(client);
         CHECK(rdma_destroy_id(client) == 0);
@@ -188,13 +190,13 @@ void test_disconnect_is_seen_by_both_sides() {
     Pair pair;
     pair.establish();
     CHECK(rdma_disconnect(pair.client) == 0 && query_qp_state(pair.client) == IBV_QPS_ERR);
-    pair.server_channel.expect(RDMA_CM_EVENT_DISCONNECTED);
+    pair.server_channel.expect_event(RDMA_CM_EVENT_DISCONNECTED);
     // The side that called rdma_disconnect gets the event only when the other side has disconnected, too.
     CHECK(!pair.client_channel.is_readable(50) && query_qp_state(pair.server) == IBV_QPS_RTS);
     CHECK(rdma_disconnect(pair.server) == 0);
-    pair.client_channel.expect(RDMA_CM_EVENT_DISCONNECTED);
-    pair.client_channel.expect(RDMA_CM_EVENT_TIMEWAIT_EXIT);
-    pair.server_channel.expect(RDMA_CM_EVENT_TIMEWAIT_EXIT);
+    pair.client_channel.expect_event(RDMA_CM_EVENT_DISCONNECTED);
+    pair.client_channel.expect_event(RDMA_CM_EVENT_TIMEWAIT_EXIT);
+    pair.server_channel.expect_event(RDMA_CM_EVENT_TIMEWAIT_EXIT);
 }
 
 void test_destroyed_identifier_disconnects_its_peer() {
@@ -203,15 +205,15 @@ void test_destroyed_identifier_disconnects_its_peer() {
     rdma_destroy_qp(pair.client);
     CHECK(rdma_destroy_id(pair.client) == 0);
     pair.client = nullptr;
-    pair.server_channel.expect(RDMA_CM_EVENT_DISCONNECTED);
+    pair.server_channel.expect_event(RDMA_CM_EVENT_DISCONNECTED);
     CHECK(rdma_disconnect(pair.server) == 0);
 }
 
 void test_destroy_waits_for_acknowledgement() {
     const EventChannel channel;
-    rdma_cm_id* const id = make_id(channel);
+    rdma_cm_id* const id = create_id(channel);
     CHECK(rdma_resolve_addr(id, nullptr, IpEndpoint("127.0.0.1", 1), 1000) == 0);
-    rdma_cm_event* const event = channel.take(RDMA_CM_EVENT_ADDR_RESOLVED);
+    rdma_cm_event* const event = channel.take_event(RDMA_CM_EVENT_ADDR_RESOLVED);
     std::atomic<bool> is_destroyed{false};
     std::thread destroyer([&] {
         CHECK(rdma_destroy_id(id) == 0);
@@ -231,32 +233,32 @@ void test_nonblocking_channel_without_event_fails() {
 }
 
 void test_migrated_identifier_takes_its_events_along() {
-    const EventChannel first, second;
-    rdma_cm_id* const id = make_id(first);
+    const EventChannel first_channel, second_channel;
+    rdma_cm_id* const id = create_id(first_channel);
     CHECK(rdma_resolve_addr(id, nullptr, IpEndpoint("127.0.0.1", 1), 1000) == 0);
-    CHECK(first.is_readable(0) && rdma_migrate_id(id, second.channel) == 0);
-    CHECK(!first.is_readable(0) && id->channel == second.channel);
-    second.expect(RDMA_CM_EVENT_ADDR_RESOLVED);
+    CHECK(first_channel.is_readable(0) && rdma_migrate_id(id, second_channel.channel) == 0);
+    CHECK(!first_channel.is_readable(0) && id->channel == second_channel.channel);
+    second_channel.expect_event(RDMA_CM_EVENT_ADDR_RESOLVED);
     CHECK(rdma_destroy_id(id) == 0);
 }
 
-// A program that makes its queue pair itself gets the reply as an event, and calls rdma_establish once it has connected
-// the queue pair.
+// A program that creates its queue pair itself gets the reply as an event. It connects the queue pair, and then calls
+// rdma_establish.
 void test_own_queue_pair_is_established_by_the_program() {
     const EventChannel server_channel, client_channel;
-    rdma_cm_id* const listener = make_id(server_channel);
-    rdma_cm_id* const client = make_id(client_channel);
-    resolve(client_channel, client, "127.0.0.1", listen_on_address(listener, "127.0.0.1"));
+    rdma_cm_id* const listener = create_id(server_channel);
+    rdma_cm_id* const client = create_id(client_channel);
+    resolve_address_and_route(client_channel, client, "127.0.0.1", listen_on_address(listener, "127.0.0.1"));
     CHECK_FAILS(rdma_connect(client, nullptr), EINVAL);
-    rdma_conn_param parameters = parameters_with(nullptr, 0);
+    rdma_conn_param parameters = make_parameters(nullptr, 0);
     parameters.qp_num = 0x123456;
     CHECK(rdma_connect(client, &parameters) == 0);
-    rdma_cm_event* const request = server_channel.take(RDMA_CM_EVENT_CONNECT_REQUEST);
+    rdma_cm_event* const request = server_channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
     rdma_cm_id* const server = request->id;
     CHECK(request->param.conn.qp_num == 0x123456 && rdma_ack_cm_event(request) == 0);
     parameters.qp_num = 0x654321;
     CHECK(rdma_accept(server, &parameters) == 0);
-    client_channel.expect(RDMA_CM_EVENT_CONNECT_RESPONSE);
+    client_channel.expect_event(RDMA_CM_EVENT_CONNECT_RESPONSE);
     ibv_qp_attr attr{};
     int mask = 0;
     attr.qp_state = IBV_QPS_RTR;
@@ -264,7 +266,7 @@ void test_own_queue_pair_is_established_by_the_program() {
     CHECK(attr.dest_qp_num == 0x654321 && attr.max_dest_rd_atomic == 3 && (mask & IBV_QP_AV) != 0);
     CHECK(!server_channel.is_readable(50));
     CHECK(rdma_establish(client) == 0);
-    server_channel.expect(RDMA_CM_EVENT_ESTABLISHED);
+    server_channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
     CHECK_FAILS(rdma_notify(server, IBV_EVENT_COMM_EST), EISCONN);
     for (rdma_cm_id* id : {client, server, listener}) {
         CHECK(rdma_destroy_id(id) == 0);
@@ -273,13 +275,13 @@ void test_own_queue_pair_is_established_by_the_program() {
 
 void test_calls_in_the_wrong_state_fail() {
     const EventChannel channel;
-    rdma_cm_id* const id = make_id(channel);
+    rdma_cm_id* const id = create_id(channel);
     CHECK_FAILS(rdma_resolve_route(id, 1000), EINVAL);
     CHECK_FAILS(rdma_connect(id, nullptr), EINVAL);
     CHECK_FAILS(rdma_accept(id, nullptr), EINVAL);
     CHECK_FAILS(rdma_disconnect(id), EINVAL);
     CHECK_FAILS(rdma_reject(id, nullptr, 0), EINVAL);
-    ibv_qp_init_attr attributes = small_queues();
+    ibv_qp_init_attr attributes = make_small_queue_attributes();
     CHECK_FAILS(rdma_create_qp(id, nullptr, &attributes), EINVAL);
     listen_on_address(id, "127.0.0.1");
     CHECK_FAILS(rdma_listen(id, 1), EINVAL);

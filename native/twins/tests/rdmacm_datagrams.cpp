@@ -1,4 +1,5 @@
-// Tests of identifiers of datagram queue pairs: address resolution with the peer, multicast groups, injected failures.
+// Tests of the software twin of librdmacm: identifiers of datagram queue pairs, with address resolution by the peer,
+// multicast groups, and injected failures.
 #include "control/control.h"
 #include "tests/rdmacm_support.hpp"
 
@@ -10,17 +11,17 @@ constexpr std::size_t grh_bytes = 40, payload_bytes = 32;
 
 struct DatagramPair {
     EventChannel server_channel, client_channel;
-    rdma_cm_id* listener = make_id(server_channel, RDMA_PS_UDP);
-    rdma_cm_id* client = make_id(client_channel, RDMA_PS_UDP);
+    rdma_cm_id* listener = create_id(server_channel, RDMA_PS_UDP);
+    rdma_cm_id* client = create_id(client_channel, RDMA_PS_UDP);
     rdma_cm_id* server = nullptr;
 
-    void request() {
-        resolve(client_channel, client, "127.0.0.1", listen_on_address(listener, "127.0.0.1"));
+    void send_request() {
+        resolve_address_and_route(client_channel, client, "127.0.0.1", listen_on_address(listener, "127.0.0.1"));
         rdma_conn_param parameters{};
         parameters.private_data = "hello";
         parameters.private_data_len = 5;
         CHECK(rdma_connect(client, &parameters) == 0);
-        rdma_cm_event* const event = server_channel.take(RDMA_CM_EVENT_CONNECT_REQUEST);
+        rdma_cm_event* const event = server_channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
         CHECK(event->param.ud.private_data_len == 180);
         CHECK(std::memcmp(event->param.ud.private_data, "hello\0", 6) == 0);
         server = event->id;
@@ -36,8 +37,8 @@ struct DatagramPair {
     }
 };
 
-void make_datagram_queue(rdma_cm_id* id) {
-    ibv_qp_init_attr attributes = small_queues(IBV_QPT_UD);
+void create_datagram_queue_pair(rdma_cm_id* id) {
+    ibv_qp_init_attr attributes = make_small_queue_attributes(IBV_QPT_UD);
     CHECK(rdma_create_qp(id, nullptr, &attributes) == 0);
 }
 
@@ -48,7 +49,7 @@ void post_receive(rdma_cm_id* id, const Buffer& buffer) {
     CHECK(ibv_post_recv(id->qp, &request, &bad_request) == 0);
 }
 
-// Send the pattern to the address of an event, and wait until the receiver has it.
+// Send the pattern to the address in an event, and wait until the receiver has the pattern.
 void send_and_check(rdma_cm_id* from, const rdma_ud_param& address, rdma_cm_id* to, const Buffer& received) {
     const Buffer sent(from->pd, payload_bytes);
     fill_pattern(sent.bytes, payload_bytes);
@@ -78,14 +79,14 @@ void send_and_check(rdma_cm_id* from, const rdma_ud_param& address, rdma_cm_id* 
 
 void test_accepted_request_has_the_address_of_the_peer() {
     DatagramPair pair;
-    pair.request();
-    make_datagram_queue(pair.client);
-    make_datagram_queue(pair.server);
+    pair.send_request();
+    create_datagram_queue_pair(pair.client);
+    create_datagram_queue_pair(pair.server);
     const Buffer received(pair.server->pd, grh_bytes + payload_bytes);
     post_receive(pair.server, received);
     rdma_conn_param parameters{};
     CHECK(rdma_accept(pair.server, &parameters) == 0);
-    rdma_cm_event* const event = pair.client_channel.take(RDMA_CM_EVENT_ESTABLISHED);
+    rdma_cm_event* const event = pair.client_channel.take_event(RDMA_CM_EVENT_ESTABLISHED);
     CHECK(event->param.ud.qp_num == pair.server->qp->qp_num && event->param.ud.qkey == udp_qkey);
     CHECK(event->param.ud.private_data_len == 136 && event->param.ud.ah_attr.is_global == 1);
     send_and_check(pair.client, event->param.ud, pair.server, received);
@@ -96,14 +97,14 @@ void test_accepted_request_has_the_address_of_the_peer() {
 
 void test_failed_requests_have_the_status_of_the_reply() {
     DatagramPair pair;
-    pair.request();
+    pair.send_request();
     CHECK(rdma_reject(pair.server, "no", 2) == 0);
-    pair.client_channel.expect(RDMA_CM_EVENT_UNREACHABLE, 2);
-    rdma_cm_id* const id = make_id(pair.client_channel, RDMA_PS_UDP);
-    resolve(pair.client_channel, id, "127.0.0.1", 7474);
+    pair.client_channel.expect_event(RDMA_CM_EVENT_UNREACHABLE, 2);
+    rdma_cm_id* const id = create_id(pair.client_channel, RDMA_PS_UDP);
+    resolve_address_and_route(pair.client_channel, id, "127.0.0.1", 7474);
     rdma_conn_param parameters{};
     CHECK(rdma_connect(id, &parameters) == 0);
-    pair.client_channel.expect(RDMA_CM_EVENT_UNREACHABLE, 1);
+    pair.client_channel.expect_event(RDMA_CM_EVENT_UNREACHABLE, 1);
     CHECK(rdma_destroy_id(id) == 0);
 }
 
@@ -111,15 +112,15 @@ void test_group_member_gets_messages_until_it_leaves() {
     const EventChannel channel;
     rdma_cm_id* ids[2];
     for (rdma_cm_id*& id : ids) {
-        id = make_id(channel, RDMA_PS_UDP);
+        id = create_id(channel, RDMA_PS_UDP);
         CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1")) == 0);
-        make_datagram_queue(id);
+        create_datagram_queue_pair(id);
     }
     IpEndpoint group("239.1.2.3");
     int context = 0;
     CHECK_FAILS(rdma_join_multicast(ids[0], IpEndpoint("127.0.0.1"), nullptr), EINVAL);
     CHECK(rdma_join_multicast(ids[0], group, &context) == 0);
-    rdma_cm_event* const event = channel.take(RDMA_CM_EVENT_MULTICAST_JOIN);
+    rdma_cm_event* const event = channel.take_event(RDMA_CM_EVENT_MULTICAST_JOIN);
     CHECK(event->id == ids[0] && event->param.ud.private_data == &context && event->param.ud.qp_num == 0xffffff);
     {
         const Buffer received(ids[0]->pd, grh_bytes + payload_bytes);
@@ -137,7 +138,7 @@ void test_group_member_gets_messages_until_it_leaves() {
 
 void test_planned_failure_is_reported_once() {
     const EventChannel channel;
-    rdma_cm_id* const id = make_id(channel);
+    rdma_cm_id* const id = create_id(channel);
     CHECK(gdrkit_twin_faults("gdrkit-faults 1\nrdma_bind_addr call=1 errno=ENOMEM\n") == 0);
     CHECK_FAILS(rdma_bind_addr(id, IpEndpoint("127.0.0.1")), ENOMEM);
     CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1")) == 0);

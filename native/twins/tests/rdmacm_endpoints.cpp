@@ -1,4 +1,4 @@
-// Tests of the endpoint interface, whose calls wait for their events.
+// Tests of the software twin of librdmacm: the endpoint interface (rdma_create_ep), whose calls wait for their events.
 #include <thread>
 
 #include "tests/rdmacm_support.hpp"
@@ -7,7 +7,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-rdma_addrinfo* look_up(const char* service, int flags, ibv_qp_type type) {
+rdma_addrinfo* look_up_address(const char* service, int flags, ibv_qp_type type) {
     rdma_addrinfo hints{};
     hints.ai_flags = flags;
     hints.ai_port_space = type == IBV_QPT_RC ? RDMA_PS_TCP : RDMA_PS_IB;
@@ -17,9 +17,9 @@ rdma_addrinfo* look_up(const char* service, int flags, ibv_qp_type type) {
     return info;
 }
 
-rdma_cm_id* make_endpoint(const char* service, int flags, ibv_qp_type type = IBV_QPT_RC) {
-    rdma_addrinfo* const info = look_up(service, flags, type);
-    ibv_qp_init_attr attributes = small_queues();
+rdma_cm_id* create_endpoint(const char* service, int flags, ibv_qp_type type = IBV_QPT_RC) {
+    rdma_addrinfo* const info = look_up_address(service, flags, type);
+    ibv_qp_init_attr attributes = make_small_queue_attributes();
     rdma_cm_id* id = nullptr;
     CHECK(rdma_create_ep(&id, info, nullptr, &attributes) == 0);
     rdma_freeaddrinfo(info);
@@ -27,7 +27,7 @@ rdma_cm_id* make_endpoint(const char* service, int flags, ibv_qp_type type = IBV
 }
 
 void test_endpoints_connect_and_disconnect() {
-    rdma_cm_id* const listener = make_endpoint("20001", rai_passive);
+    rdma_cm_id* const listener = create_endpoint("20001", rai_passive);
     CHECK(listener->qp == nullptr && rdma_listen(listener, 0) == 0);
     std::thread server([&] {
         rdma_cm_id* id = nullptr;
@@ -39,7 +39,7 @@ void test_endpoints_connect_and_disconnect() {
         CHECK(rdma_disconnect(id) == 0);
         rdma_destroy_ep(id);
     });
-    rdma_cm_id* const client = make_endpoint("20001", 0);
+    rdma_cm_id* const client = create_endpoint("20001", 0);
     CHECK(client->qp != nullptr && rdma_connect(client, nullptr) == 0);
     CHECK(client->event->event == RDMA_CM_EVENT_ESTABLISHED);
     CHECK(rdma_disconnect(client) == 0);
@@ -49,7 +49,7 @@ void test_endpoints_connect_and_disconnect() {
 }
 
 void test_rejected_endpoint_is_refused() {
-    rdma_cm_id* const client = make_endpoint("20002", 0);
+    rdma_cm_id* const client = create_endpoint("20002", 0);
     CHECK_FAILS(rdma_connect(client, nullptr), ECONNREFUSED);
     CHECK(client->event->event == RDMA_CM_EVENT_REJECTED && client->event->status == 8);
     rdma_destroy_ep(client);
@@ -57,18 +57,18 @@ void test_rejected_endpoint_is_refused() {
 
 void test_endpoint_moves_to_a_channel_and_back() {
     const EventChannel channel;
-    rdma_cm_id* const id = make_endpoint("20003", rai_passive);
+    rdma_cm_id* const id = create_endpoint("20003", rai_passive);
     CHECK(rdma_migrate_id(id, channel.channel) == 0 && id->channel == channel.channel);
     CHECK(rdma_migrate_id(id, nullptr) == 0 && id->channel != channel.channel);
     CHECK_FAILS(rdma_migrate_id(id, nullptr), EINVAL);
     rdma_destroy_ep(id);
 }
 
-// The calls of rdma_xclient and rdma_xserver with `-c x`. The library creates an XRC domain, a receive queue and their
-// completion queue for the server.
+// The test makes the calls of rdma_xclient and rdma_xserver with `-c x`. The library creates an XRC domain, a receive
+// queue and their completion queue for the server.
 void test_xrc_endpoints_exchange_a_message() {
     std::uint8_t received[16] = {}, sent[16] = {1, 2, 3};
-    rdma_cm_id* const listener = make_endpoint("20004", rai_passive, IBV_QPT_XRC_RECV);
+    rdma_cm_id* const listener = create_endpoint("20004", rai_passive, IBV_QPT_XRC_RECV);
     CHECK(rdma_listen(listener, 0) == 0);
     std::thread server([&] {
         rdma_cm_id* id = nullptr;
@@ -80,7 +80,7 @@ void test_xrc_endpoints_exchange_a_message() {
         ibv_sge sge{reinterpret_cast<std::uint64_t>(received), sizeof received, region->lkey};
         ibv_recv_wr request{5, nullptr, &sge, 1}, *bad_request = nullptr;
         CHECK(ibv_post_srq_recv(id->srq, &request, &bad_request) == 0);
-        rdma_conn_param parameters = parameters_with(&number, sizeof number);
+        rdma_conn_param parameters = make_parameters(&number, sizeof number);
         CHECK(rdma_accept(id, &parameters) == 0);
         ibv_wc wc{};
         while (ibv_poll_cq(id->recv_cq, 1, &wc) == 0) {
@@ -90,14 +90,15 @@ void test_xrc_endpoints_exchange_a_message() {
         CHECK(ibv_dereg_mr(region) == 0);
         rdma_destroy_ep(id);
     });
-    rdma_cm_id* const client = make_endpoint("20004", 0, IBV_QPT_XRC_SEND);
+    rdma_cm_id* const client = create_endpoint("20004", 0, IBV_QPT_XRC_SEND);
     CHECK(rdma_connect(client, nullptr) == 0);
     ibv_sge sge{reinterpret_cast<std::uint64_t>(sent), sizeof sent, 0};
     ibv_send_wr request{}, *bad_request = nullptr;
     request.sg_list = &sge;
     request.num_sge = 1;
     request.opcode = IBV_WR_SEND;
-    // No room for inline data was requested, but a device has as much as for one scatter-gather entry.
+    // The program has requested no space for inline data, but a queue pair has space for as many bytes as a
+    // scatter-gather entry.
     request.send_flags = IBV_SEND_INLINE;
     std::memcpy(&request.qp_type.xrc.remote_srqn, client->event->param.conn.private_data, sizeof(std::uint32_t));
     CHECK(ibv_post_send(client->qp, &request, &bad_request) == 0);

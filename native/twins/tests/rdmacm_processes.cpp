@@ -1,4 +1,5 @@
-// Tests of connections between processes, of processes that are killed, and of peers that send nonsense.
+// Tests of the software twin of librdmacm: connections between processes, processes that are killed, and peers that
+// send nonsense.
 #include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -16,18 +17,19 @@ namespace {
 
 constexpr char is_listening = 'l', is_established = 'e';
 
-// Body of the server process: it listens and, if `accepts` is set, accepts one client. Then it waits to be killed.
-int run_server(int socket, bool accepts) {
+// The server process runs this function. It listens and, if `accepts_client` is set, accepts one client. Then it waits
+// until it is killed.
+int run_server(int socket, bool accepts_client) {
     const EventChannel channel;
-    rdma_cm_id* const listener = make_id(channel);
+    rdma_cm_id* const listener = create_id(channel);
     const std::uint16_t port = listen_on_address(listener, "127.0.0.1");
     CHECK(send_all(socket, &is_listening, 1) && send_all(socket, &port, sizeof port));
-    if (accepts) {
-        rdma_cm_event* const event = channel.take(RDMA_CM_EVENT_CONNECT_REQUEST);
-        make_queue_pair(event->id);
+    if (accepts_client) {
+        rdma_cm_event* const event = channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
+        create_queue_pair(event->id);
         CHECK(rdma_accept(event->id, nullptr) == 0);
         CHECK(rdma_ack_cm_event(event) == 0);
-        channel.expect(RDMA_CM_EVENT_ESTABLISHED);
+        channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
         CHECK(send_all(socket, &is_established, 1));
     }
     for (;;) {
@@ -39,12 +41,12 @@ struct ServerProcess {
     pid_t pid = 0;
     Fd socket;
     std::uint16_t port = 0;
-    explicit ServerProcess(bool accepts) {
+    explicit ServerProcess(bool accepts_client) {
         int sockets[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
         socket = Fd(sockets[0]);
         const Fd server_socket(sockets[1]);
-        std::string program = "/proc/self/exe", number = std::to_string(sockets[1]), mode = accepts ? "1" : "0";
+        std::string program = "/proc/self/exe", number = std::to_string(sockets[1]), mode = accepts_client ? "1" : "0";
         char* arguments[] = {program.data(), number.data(), mode.data(), nullptr};
         posix_spawn_file_actions_t actions;
         posix_spawn_file_actions_init(&actions);
@@ -71,36 +73,37 @@ struct ServerProcess {
 void test_killed_peer_disconnects() {
     ServerProcess server(true);
     const EventChannel channel;
-    rdma_cm_id* const id = make_id(channel);
-    resolve(channel, id, "127.0.0.1", server.port);
-    make_queue_pair(id);
+    rdma_cm_id* const id = create_id(channel);
+    resolve_address_and_route(channel, id, "127.0.0.1", server.port);
+    create_queue_pair(id);
     CHECK(rdma_connect(id, nullptr) == 0);
-    channel.expect(RDMA_CM_EVENT_ESTABLISHED);
+    channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
     char message = 0;
     CHECK(recv_all(server.socket.get(), &message, 1) && message == is_established);
     server.kill_now();
-    channel.expect(RDMA_CM_EVENT_DISCONNECTED);
-    channel.expect(RDMA_CM_EVENT_TIMEWAIT_EXIT);
+    channel.expect_event(RDMA_CM_EVENT_DISCONNECTED);
+    channel.expect_event(RDMA_CM_EVENT_TIMEWAIT_EXIT);
     rdma_destroy_qp(id);
     CHECK(rdma_destroy_id(id) == 0);
 }
 
-// The kernel destroys the identifiers of a killed process, which rejects the requests that it had.
+// When a process is killed, the kernel destroys its identifiers and rejects its pending requests. The twin does the
+// same.
 void test_killed_listener_rejects_and_frees_its_port() {
     ServerProcess server(false);
     const EventChannel channel;
-    rdma_cm_id* const id = make_id(channel);
-    resolve(channel, id, "127.0.0.1", server.port);
-    make_queue_pair(id);
-    rdma_cm_id* const other = make_id(channel);
-    CHECK_FAILS(rdma_bind_addr(other, IpEndpoint("127.0.0.1", server.port)), EADDRINUSE);
+    rdma_cm_id* const id = create_id(channel);
+    resolve_address_and_route(channel, id, "127.0.0.1", server.port);
+    create_queue_pair(id);
+    rdma_cm_id* const second_id = create_id(channel);
+    CHECK_FAILS(rdma_bind_addr(second_id, IpEndpoint("127.0.0.1", server.port)), EADDRINUSE);
     CHECK(rdma_connect(id, nullptr) == 0);
     CHECK(!channel.is_readable(50));
     server.kill_now();
-    channel.expect(RDMA_CM_EVENT_REJECTED, 28);
-    CHECK(rdma_bind_addr(other, IpEndpoint("127.0.0.1", server.port)) == 0);
+    channel.expect_event(RDMA_CM_EVENT_REJECTED, 28);
+    CHECK(rdma_bind_addr(second_id, IpEndpoint("127.0.0.1", server.port)) == 0);
     rdma_destroy_qp(id);
-    CHECK(rdma_destroy_id(id) == 0 && rdma_destroy_id(other) == 0);
+    CHECK(rdma_destroy_id(id) == 0 && rdma_destroy_id(second_id) == 0);
 }
 
 // Return the name of the socket on which the identifier listens, as list_listener_names() in rdmacm/ports.cpp forms it.
@@ -122,8 +125,8 @@ std::string make_listener_name(rdma_cm_id* id) {
     return name + digits;
 }
 
-// A valid request, as a peer's connection manager would send it for this identifier.
-wire::Message request_to(rdma_cm_id* id) {
+// Return a valid request to this identifier, as the connection manager of a peer would send it.
+wire::Message make_connect_request(rdma_cm_id* id) {
     wire::Message message{};
     message.magic = wire::magic;
     message.version = wire::version;
@@ -148,22 +151,22 @@ bool is_dropped(const std::string& name, const void* bytes, std::size_t size_byt
 void test_malformed_requests_affect_no_other_peer() {
     Pair pair;
     const std::string name = make_listener_name(pair.listener);
-    const wire::Message valid = request_to(pair.listener);
-    const auto changed = [&](auto change) {
+    const wire::Message valid = make_connect_request(pair.listener);
+    const auto drops_changed_request = [&](auto change) {
         wire::Message message = valid;
         change(&message);
         return is_dropped(name, &message, sizeof message);
     };
-    CHECK(changed([](wire::Message* message) { message->magic ^= 1; }));
-    CHECK(changed([](wire::Message* message) { message->version = 2; }));
-    CHECK(changed([](wire::Message* message) { message->type = static_cast<wire::Type>(9); }));
-    CHECK(changed([](wire::Message* message) { message->type = wire::Type::reply; }));
-    CHECK(changed([](wire::Message* message) { message->port_space = 1; }));
-    CHECK(changed([](wire::Message* message) { message->qp_num = 1 << 24; }));
-    CHECK(changed([](wire::Message* message) { message->family = AF_UNIX; }));
-    CHECK(changed([](wire::Message* message) { message->private_bytes = 57; }));
-    CHECK(changed([](wire::Message* message) { message->private_data[3] = 1; }));
-    CHECK(changed([](wire::Message* message) { message->reserved[0] = 1; }));
+    CHECK(drops_changed_request([](wire::Message* message) { message->magic ^= 1; }));
+    CHECK(drops_changed_request([](wire::Message* message) { message->version = 2; }));
+    CHECK(drops_changed_request([](wire::Message* message) { message->type = static_cast<wire::Type>(9); }));
+    CHECK(drops_changed_request([](wire::Message* message) { message->type = wire::Type::reply; }));
+    CHECK(drops_changed_request([](wire::Message* message) { message->port_space = 1; }));
+    CHECK(drops_changed_request([](wire::Message* message) { message->qp_num = 1 << 24; }));
+    CHECK(drops_changed_request([](wire::Message* message) { message->family = AF_UNIX; }));
+    CHECK(drops_changed_request([](wire::Message* message) { message->private_bytes = 57; }));
+    CHECK(drops_changed_request([](wire::Message* message) { message->private_data[3] = 1; }));
+    CHECK(drops_changed_request([](wire::Message* message) { message->reserved[0] = 1; }));
     std::vector<Fd> silent_peers;
     for (int count = 0; count < 100; ++count) {
         silent_peers.emplace_back(connect_to(name));

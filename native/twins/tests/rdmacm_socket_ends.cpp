@@ -1,6 +1,6 @@
-// Tests of the end of stream rsockets: what rpoll, rselect and the other calls report when the peer, in another
-// process, shuts down, closes, is killed or refuses the connection. The expected events are the events of rdma-core's
-// rsocket.c.
+// Tests of the software twin of librdmacm: the end of stream rsockets. The tests check what rpoll, rselect and other
+// calls report when the peer, in another process, shuts down, closes, is killed or refuses the connection. The expected
+// events are the events of rdma-core's rsocket.c.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -25,14 +25,14 @@ constexpr int wait_ms = 30'000;
 constexpr char shut_reads = 'r', shut_writes = 'w', shut_both = 'b', close_socket = 'c', send_data = 's',
                receive_byte = '1', query_events = 'p', send_and_end = 'e', receive_data = 'D', is_done = 'd';
 
-// Query the events that rpoll reports at once. All of POLLIN, POLLOUT, POLLHUP and POLLERR can come.
-short poll_events(int socket) {
+// Return the events that rpoll reports without a wait: some of POLLIN, POLLOUT, POLLHUP and POLLERR.
+short query_events_now(int socket) {
     pollfd descriptor{socket, POLLIN | POLLOUT, 0};
     CHECK(rpoll(&descriptor, 1, 0) >= 0);
     return descriptor.revents;
 }
 
-// Sleep in rpoll until one of these events is there. POLLHUP and POLLERR always wake rpoll.
+// Sleep in rpoll until it reports one of these events. POLLHUP and POLLERR always end the sleep.
 short wait_for_events(int socket, short events, int timeout_ms = wait_ms) {
     pollfd descriptor{socket, events, 0};
     CHECK(rpoll(&descriptor, 1, timeout_ms) >= 0);
@@ -46,22 +46,22 @@ int take_socket_error(int socket) {
     return error;
 }
 
-// Sleep until rpoll, which waits for nothing else, reports POLLHUP or POLLERR.
+// Sleep in rpoll, without a request for other events, until it reports POLLHUP or POLLERR. This must be `event`.
 void expect_event(int socket, short event) {
-    const short events_seen = wait_for_events(socket, 0);
-    if (events_seen != event) {
-        std::fprintf(stderr, "expected the event %#x, got %#x and the error %d\n", event, events_seen,
+    const short reported_events = wait_for_events(socket, 0);
+    if (reported_events != event) {
+        std::fprintf(stderr, "expected the event %#x, got %#x and the error %d\n", event, reported_events,
                      take_socket_error(socket));
     }
-    CHECK(events_seen == event);
+    CHECK(reported_events == event);
 }
 
-// Query until rpoll reports exactly these events. An event that does not depend on a message can come a little later.
+// Query until rpoll reports exactly these events. Some events come a little later than the call that causes them.
 void expect_events(int socket, short events) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
-    while (poll_events(socket) != events) {
+    while (query_events_now(socket) != events) {
         if (std::chrono::steady_clock::now() >= deadline) {
-            std::fprintf(stderr, "expected the events %#x, got %#x\n", events, poll_events(socket));
+            std::fprintf(stderr, "expected the events %#x, got %#x\n", events, query_events_now(socket));
         }
         CHECK(std::chrono::steady_clock::now() < deadline);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -74,7 +74,7 @@ void expect_end_of_data(int socket) {
 }
 
 // Wait until all the data has arrived, without receiving it.
-void await_data(int socket) {
+void wait_for_data(int socket) {
     std::vector<std::uint8_t> bytes(data_bytes);
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
     while (rrecv(socket, bytes.data(), bytes.size(), MSG_PEEK) != static_cast<ssize_t>(data_bytes)) {
@@ -94,7 +94,8 @@ void expect_data(int socket) {
     CHECK(has_pattern(bytes.data(), data_bytes));
 }
 
-// Body of the second process: it accepts one connection if it is told to, and carries out commands.
+// The second process runs this function. It accepts one connection if the first process asks for it, and executes
+// commands.
 int run_peer(int control) {
     const int listener = rsocket(AF_INET, SOCK_STREAM, 0);
     IpEndpoint address("127.0.0.1");
@@ -135,7 +136,7 @@ int run_peer(int control) {
             CHECK(rrecv(socket, &byte, 1, 0) == 1);
             break;
         case query_events:
-            send_value(control, poll_events(socket));
+            send_value(control, query_events_now(socket));
             break;
         default:
             return 1;
@@ -168,28 +169,28 @@ struct Stream {
     Stream& operator=(const Stream&) = delete;
 
     int connect() { return rconnect(client, reinterpret_cast<sockaddr*>(&peer_address), sizeof(sockaddr_in)); }
-    void notify(char command) {
+    void command_peer(char command) {
         send_value(process.socket.get(), command);
         CHECK(receive_value<char>(process.socket.get()) == is_done);
     }
-    short peer_events() {
+    short query_peer_events() {
         send_value(process.socket.get(), query_events);
         const auto events = receive_value<short>(process.socket.get());
         CHECK(receive_value<char>(process.socket.get()) == is_done);
         return events;
     }
     void expect_peer_events(short events) {
-        short events_seen = 0;
-        for (int attempt = 0; attempt < wait_ms && (events_seen = peer_events()) != events; ++attempt) {
+        short reported_events = 0;
+        for (int attempt = 0; attempt < wait_ms && (reported_events = query_peer_events()) != events; ++attempt) {
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
-        CHECK(events_seen == events);
+        CHECK(reported_events == events);
     }
     void kill_peer() {
         CHECK(kill(process.pid, SIGKILL) == 0 && waitpid(process.pid, nullptr, 0) == process.pid);
         process.pid = 0;
     }
-    // Require the state after a connection that has ended without an error.
+    // Check the state after the connection has ended without an error.
     void expect_disconnected() {
         expect_events(client, POLLIN | POLLOUT | POLLHUP);
         expect_end_of_data(client);
@@ -203,18 +204,18 @@ struct Stream {
 void test_end_of_the_peers_writes_is_not_a_hangup() {
     Stream stream;
     expect_events(stream.client, POLLOUT);
-    stream.notify(send_data);
-    stream.notify(shut_writes);
+    stream.command_peer(send_data);
+    stream.command_peer(shut_writes);
     expect_data(stream.client);
     CHECK(wait_for_events(stream.client, POLLIN) == POLLIN);
     expect_end_of_data(stream.client);
     expect_events(stream.client, POLLIN | POLLOUT);
     CHECK(wait_for_events(stream.client, 0, 150) == 0); // neither POLLHUP nor POLLERR
     CHECK(rsend(stream.client, "x", 1, 0) == 1);
-    stream.notify(receive_byte);
-    // The second direction ends the connection for both sides.
+    stream.command_peer(receive_byte);
+    // The end of the second direction ends the connection for both sides.
     CHECK(rshutdown(stream.client, SHUT_WR) == 0);
-    CHECK(poll_events(stream.client) == (POLLIN | POLLOUT | POLLHUP));
+    CHECK(query_events_now(stream.client) == (POLLIN | POLLOUT | POLLHUP));
     stream.expect_peer_events(POLLIN | POLLOUT | POLLHUP);
     stream.expect_disconnected();
 }
@@ -230,7 +231,7 @@ void test_ends_of_both_directions_at_once_lose_no_data() {
         CHECK(receive_value<char>(stream.process.socket.get()) == is_done);
         expect_data(stream.client);
         expect_end_of_data(stream.client);
-        stream.notify(receive_data);
+        stream.command_peer(receive_data);
     }
 }
 
@@ -239,10 +240,10 @@ void test_own_end_of_writes_lets_the_peer_send() {
     CHECK(rshutdown(stream.client, SHUT_WR) == 0);
     CHECK_FAILS(rsend(stream.client, "x", 1, 0), ECONNRESET);
     stream.expect_peer_events(POLLIN | POLLOUT);
-    stream.notify(send_data);
+    stream.command_peer(send_data);
     expect_data(stream.client);
     expect_events(stream.client, POLLOUT);
-    stream.notify(shut_writes);
+    stream.command_peer(shut_writes);
     expect_event(stream.client, POLLHUP);
     stream.expect_disconnected();
 }
@@ -253,31 +254,32 @@ void test_peer_does_not_learn_of_an_end_of_reads() {
     CHECK(wait_for_events(stream.client, POLLIN) == POLLIN);
     expect_end_of_data(stream.client);
     CHECK(rsend(stream.client, "x", 1, 0) == 1);
-    stream.notify(receive_byte);
-    CHECK(stream.peer_events() == POLLOUT);
+    stream.command_peer(receive_byte);
+    CHECK(stream.query_peer_events() == POLLOUT);
     CHECK(rshutdown(stream.client, SHUT_WR) == 0);
     stream.expect_peer_events(POLLIN | POLLOUT | POLLHUP);
     stream.expect_disconnected();
 }
 
-// POLLHUP does not wait until the program has read the data, but comes late: `rstream -T a` stops at POLLHUP.
+// rpoll reports POLLHUP even if the program has not read the data yet, but only after a delay, because `rstream -T a`
+// stops at POLLHUP.
 void test_hangup_comes_together_with_data(char command) {
     Stream stream;
-    stream.notify(send_data);
+    stream.command_peer(send_data);
     const auto begin = std::chrono::steady_clock::now();
-    stream.notify(command);
+    stream.command_peer(command);
     expect_event(stream.client, POLLHUP);
     CHECK(std::chrono::steady_clock::now() - begin >= std::chrono::milliseconds(300));
-    CHECK(poll_events(stream.client) == (POLLIN | POLLOUT | POLLHUP));
+    CHECK(query_events_now(stream.client) == (POLLIN | POLLOUT | POLLHUP));
     expect_data(stream.client);
     stream.expect_disconnected();
 }
 
 void test_killed_peer_hangs_up() {
     Stream stream;
-    stream.notify(send_data);
-    // A kill before the arrival would lose data: rsend returns when the data is posted.
-    await_data(stream.client);
+    stream.command_peer(send_data);
+    // rsend returns when the data is posted, so a kill before the arrival of the data would lose it.
+    wait_for_data(stream.client);
     std::thread killer([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         stream.kill_peer();
@@ -289,40 +291,40 @@ void test_killed_peer_hangs_up() {
 }
 
 void test_killed_peer_ends_calls_that_wait() {
-    Stream receiving, sending;
-    std::thread receiver([&] { expect_end_of_data(receiving.client); });
+    Stream receiving_stream, sending_stream;
+    std::thread receiver([&] { expect_end_of_data(receiving_stream.client); });
     std::thread sender([&] {
         // The peer reads nothing, so the calls wait when its buffers are full.
         const std::vector<char> bytes(1 << 20);
-        while (rsend(sending.client, bytes.data(), bytes.size(), 0) > 0) {
+        while (rsend(sending_stream.client, bytes.data(), bytes.size(), 0) > 0) {
         }
         CHECK(errno == ECONNRESET);
     });
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    receiving.kill_peer();
-    sending.kill_peer();
+    receiving_stream.kill_peer();
+    sending_stream.kill_peer();
     receiver.join();
     sender.join();
-    CHECK((poll_events(receiving.client) & (POLLHUP | POLLERR)) == POLLHUP);
-    // The end of the connection or the failed transfer comes first.
-    CHECK((poll_events(sending.client) & (POLLHUP | POLLERR)) != 0);
+    CHECK((query_events_now(receiving_stream.client) & (POLLHUP | POLLERR)) == POLLHUP);
+    // The twin reports either the end of the connection or the failed transfer, depending on which comes first.
+    CHECK((query_events_now(sending_stream.client) & (POLLHUP | POLLERR)) != 0);
 }
 
 void test_failed_transfer_is_an_error_event() {
-    using Plan = int (*)(const char*);
+    using ReplacePlan = int (*)(const char*);
     Stream stream;
     const auto replace_plan =
-        reinterpret_cast<Plan>(dlsym(dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW), "gdrkit_twin_faults"));
+        reinterpret_cast<ReplacePlan>(dlsym(dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW), "gdrkit_twin_faults"));
     // 12 is IBV_WC_RETRY_EXC_ERR: the host of the peer has lost its power.
     CHECK(replace_plan("gdrkit-faults 1\nwc.send call=1 status=12\n") == 0);
     CHECK(rsend(stream.client, "x", 1, 0) == 1);
     expect_event(stream.client, POLLERR);
     CHECK(replace_plan("gdrkit-faults 1\n") == 0);
-    CHECK((poll_events(stream.client) & ~POLLOUT) == (POLLIN | POLLERR));
+    CHECK((query_events_now(stream.client) & ~POLLOUT) == (POLLIN | POLLERR));
     expect_end_of_data(stream.client);
     CHECK_FAILS(rsend(stream.client, "x", 1, 0), ECONNRESET);
     CHECK(take_socket_error(stream.client) == EIO && take_socket_error(stream.client) == 0);
-    CHECK((poll_events(stream.client) & (POLLERR | POLLHUP)) == POLLERR);
+    CHECK((query_events_now(stream.client) & (POLLERR | POLLHUP)) == POLLERR);
 }
 
 void test_own_shutdown_wakes_a_thread_that_waits() {
@@ -348,7 +350,7 @@ void test_rselect_reports_a_hangup_as_readable_and_exception() {
     fd_set sets[3];
     CHECK(select_all(sets, 0) == 1 && FD_ISSET(stream.client, &sets[1]));
     CHECK(!FD_ISSET(stream.client, &sets[0]) && !FD_ISSET(stream.client, &sets[2]));
-    stream.notify(shut_both);
+    stream.command_peer(shut_both);
     expect_event(stream.client, POLLHUP);
     CHECK(select_all(sets, 30) == 3 && FD_ISSET(stream.client, &sets[0]) && FD_ISSET(stream.client, &sets[2]));
 }
@@ -356,7 +358,7 @@ void test_rselect_reports_a_hangup_as_readable_and_exception() {
 void expect_refused(int socket, sockaddr* address) {
     expect_events(socket, POLLIN | POLLOUT | POLLERR);
     CHECK(take_socket_error(socket) == ECONNREFUSED && take_socket_error(socket) == 0);
-    CHECK(poll_events(socket) == (POLLIN | POLLOUT | POLLERR));
+    CHECK(query_events_now(socket) == (POLLIN | POLLOUT | POLLERR));
     CHECK_FAILS(rconnect(socket, address, sizeof(sockaddr_in)), ENOTCONN);
     CHECK_FAILS(rsend(socket, "x", 1, 0), ECONNRESET);
     expect_end_of_data(socket);
@@ -365,16 +367,16 @@ void expect_refused(int socket, sockaddr* address) {
 
 void test_refused_connection_is_an_error_event() {
     IpEndpoint address("127.0.0.1", 7171);
-    const int blocking = rsocket(AF_INET, SOCK_STREAM, 0), nonblocking = rsocket(AF_INET, SOCK_STREAM, 0);
-    CHECK_FAILS(rsend(blocking, "x", 1, 0), ENOTCONN);
-    CHECK(poll_events(blocking) == 0 && rshutdown(blocking, SHUT_RDWR) == 0);
-    CHECK_FAILS(rconnect(blocking, address, sizeof(sockaddr_in)), ECONNREFUSED);
-    expect_refused(blocking, address);
-    CHECK(rfcntl(nonblocking, F_SETFL, O_NONBLOCK) == 0);
-    CHECK_FAILS(rconnect(nonblocking, address, sizeof(sockaddr_in)), EINPROGRESS);
-    expect_event(nonblocking, POLLERR);
-    expect_refused(nonblocking, address);
-    CHECK_FAILS(rclose(nonblocking), EBADF);
+    const int blocking_socket = rsocket(AF_INET, SOCK_STREAM, 0), nonblocking_socket = rsocket(AF_INET, SOCK_STREAM, 0);
+    CHECK_FAILS(rsend(blocking_socket, "x", 1, 0), ENOTCONN);
+    CHECK(query_events_now(blocking_socket) == 0 && rshutdown(blocking_socket, SHUT_RDWR) == 0);
+    CHECK_FAILS(rconnect(blocking_socket, address, sizeof(sockaddr_in)), ECONNREFUSED);
+    expect_refused(blocking_socket, address);
+    CHECK(rfcntl(nonblocking_socket, F_SETFL, O_NONBLOCK) == 0);
+    CHECK_FAILS(rconnect(nonblocking_socket, address, sizeof(sockaddr_in)), EINPROGRESS);
+    expect_event(nonblocking_socket, POLLERR);
+    expect_refused(nonblocking_socket, address);
+    CHECK_FAILS(rclose(nonblocking_socket), EBADF);
     CHECK_FAILS(rsocket(AF_UNIX, SOCK_STREAM, 0), ENOTSUP);
 }
 
@@ -383,7 +385,7 @@ void test_listener_killed_before_its_answer_refuses() {
     CHECK(rfcntl(stream.client, F_SETFL, O_NONBLOCK) == 0);
     CHECK_FAILS(stream.connect(), EINPROGRESS);
     CHECK_FAILS(stream.connect(), EINPROGRESS);
-    CHECK(poll_events(stream.client) == 0);
+    CHECK(query_events_now(stream.client) == 0);
     CHECK_FAILS(rsend(stream.client, "x", 1, 0), EAGAIN);
     stream.kill_peer();
     CHECK(wait_for_events(stream.client, POLLOUT) == (POLLOUT | POLLERR));

@@ -1,4 +1,5 @@
-// Tests of rsockets: streams with all their calls, direct placement, and datagrams.
+// Tests of the software twin of librdmacm: rsockets, which are sockets over RDMA, with streams and all their calls,
+// direct placement, and datagrams.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -55,11 +56,11 @@ void expect_pattern(int socket, std::size_t size_bytes) {
 
 void test_bytes_arrive_in_both_directions_at_once() {
     Streams streams;
-    std::thread first([&] { send_pattern(streams.client, large_bytes); });
-    std::thread second([&] { send_pattern(streams.server, large_bytes); });
-    std::thread third([&] { expect_pattern(streams.client, large_bytes); });
+    std::thread client_sender([&] { send_pattern(streams.client, large_bytes); });
+    std::thread server_sender([&] { send_pattern(streams.server, large_bytes); });
+    std::thread client_receiver([&] { expect_pattern(streams.client, large_bytes); });
     expect_pattern(streams.server, large_bytes);
-    for (std::thread* thread : {&first, &second, &third}) {
+    for (std::thread* thread : {&client_sender, &server_sender, &client_receiver}) {
         thread->join();
     }
 }
@@ -70,13 +71,13 @@ void test_bytes_move_over_the_queue_pairs_of_the_twin() {
     std::thread sender([&] { send_pattern(streams.client, large_bytes); });
     expect_pattern(streams.server, large_bytes);
     sender.join();
-    const auto ledger =
+    const auto read_ledger =
         reinterpret_cast<Ledger>(dlsym(dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW), "gdrkit_twin_ledger"));
-    std::string state(65536, '\0');
-    ledger(state.data(), state.size());
-    const std::size_t key_position = state.find("\"send_bytes\":");
+    std::string ledger_json(65536, '\0');
+    read_ledger(ledger_json.data(), ledger_json.size());
+    const std::size_t key_position = ledger_json.find("\"send_bytes\":");
     CHECK(key_position != std::string::npos &&
-          std::strtoull(state.c_str() + key_position + 13, nullptr, 10) >= large_bytes);
+          std::strtoull(ledger_json.c_str() + key_position + 13, nullptr, 10) >= large_bytes);
 }
 
 void test_end_of_data_is_seen_after_the_data() {
@@ -113,19 +114,19 @@ void test_nonblocking_calls_do_not_wait() {
     CHECK_FAILS(rrecv(streams.client, &byte, 1, MSG_DONTWAIT), EAGAIN);
     // The peer reads nothing, so the buffers become full.
     std::vector<char> bytes(65536);
-    std::size_t sent = 0;
+    std::size_t sent_bytes = 0;
     ssize_t size_bytes = 0;
     pollfd descriptor{streams.server, POLLOUT, 0};
     do {
-        CHECK(sent < (64U << 20));
+        CHECK(sent_bytes < (64U << 20));
         size_bytes = rsend(streams.server, bytes.data(), bytes.size(), 0);
-        sent += size_bytes > 0 ? static_cast<std::size_t>(size_bytes) : 0;
+        sent_bytes += size_bytes > 0 ? static_cast<std::size_t>(size_bytes) : 0;
     } while (size_bytes > 0 || rpoll(&descriptor, 1, 300) == 1);
     CHECK(errno == EAGAIN);
-    for (std::size_t received = 0; received < sent;) {
-        const ssize_t part = rrecv(streams.client, bytes.data(), bytes.size(), 0);
-        CHECK(part > 0);
-        received += static_cast<std::size_t>(part);
+    for (std::size_t received_bytes = 0; received_bytes < sent_bytes;) {
+        const ssize_t part_bytes = rrecv(streams.client, bytes.data(), bytes.size(), 0);
+        CHECK(part_bytes > 0);
+        received_bytes += static_cast<std::size_t>(part_bytes);
     }
     CHECK(rpoll(&descriptor, 1, 10'000) == 1 && descriptor.revents == POLLOUT);
 }
@@ -183,8 +184,8 @@ void test_datagrams_have_their_sender() {
     CHECK(rsend(receiver, "back", 4, 0) == 4 && rrecv(sender, bytes, sizeof bytes, 0) == 4);
     const std::vector<char> too_long(5000);
     CHECK_FAILS(rsend(receiver, too_long.data(), too_long.size(), 0), EMSGSIZE);
-    IpEndpoint unused("127.0.0.1", 7274);
-    CHECK_FAILS(rsendto(sender, "x", 1, 0, unused, sizeof(sockaddr_in)), ECONNREFUSED);
+    IpEndpoint unused_address("127.0.0.1", 7274);
+    CHECK_FAILS(rsendto(sender, "x", 1, 0, unused_address, sizeof(sockaddr_in)), ECONNREFUSED);
     CHECK(rclose(sender) == 0 && rclose(receiver) == 0);
 }
 

@@ -1,4 +1,4 @@
-// Helpers of the tests of the librdmacm twin: addresses, identifiers and expected events.
+// Helpers for the tests of the software twin of librdmacm: addresses, identifiers and expected events.
 #pragma once
 
 #include <arpa/inet.h>
@@ -45,7 +45,7 @@ struct EventChannel {
         return poll(&poll_fd, 1, timeout_ms) == 1;
     }
     // Take the next event, which must have this type. The test acknowledges it.
-    [[nodiscard]] rdma_cm_event* take(rdma_cm_event_type type) const {
+    [[nodiscard]] rdma_cm_event* take_event(rdma_cm_event_type type) const {
         rdma_cm_event* event = nullptr;
         CHECK(is_readable(30'000));
         CHECK(rdma_get_cm_event(channel, &event) == 0);
@@ -56,8 +56,8 @@ struct EventChannel {
         CHECK(event->event == type);
         return event;
     }
-    void expect(rdma_cm_event_type type, int status = 0) const {
-        rdma_cm_event* const event = take(type);
+    void expect_event(rdma_cm_event_type type, int status = 0) const {
+        rdma_cm_event* const event = take_event(type);
         if (event->status != status) {
             std::fprintf(stderr, "expected status %d, got %d\n", status, event->status);
         }
@@ -66,7 +66,7 @@ struct EventChannel {
     }
 };
 
-inline rdma_cm_id* make_id(const EventChannel& channel, rdma_port_space ps = RDMA_PS_TCP) {
+inline rdma_cm_id* create_id(const EventChannel& channel, rdma_port_space ps = RDMA_PS_TCP) {
     rdma_cm_id* id = nullptr;
     CHECK(rdma_create_id(channel.channel, &id, nullptr, ps) == 0 && id->channel == channel.channel && id->ps == ps);
     return id;
@@ -78,7 +78,7 @@ inline std::uint16_t listen_on_address(rdma_cm_id* id, const char* address, std:
     return ntohs(rdma_get_src_port(id));
 }
 
-inline ibv_qp_init_attr small_queues(ibv_qp_type type = IBV_QPT_RC) {
+inline ibv_qp_init_attr make_small_queue_attributes(ibv_qp_type type = IBV_QPT_RC) {
     ibv_qp_init_attr attributes{};
     attributes.cap = {4, 4, 1, 1, 0};
     attributes.qp_type = type;
@@ -87,22 +87,23 @@ inline ibv_qp_init_attr small_queues(ibv_qp_type type = IBV_QPT_RC) {
 }
 
 // Resolve the address and the route of an identifier.
-inline void resolve(const EventChannel& channel, rdma_cm_id* id, const char* address, std::uint16_t port) {
+inline void resolve_address_and_route(const EventChannel& channel, rdma_cm_id* id, const char* address,
+                                      std::uint16_t port) {
     CHECK(rdma_resolve_addr(id, nullptr, IpEndpoint(address, port), 1000) == 0);
-    channel.expect(RDMA_CM_EVENT_ADDR_RESOLVED);
+    channel.expect_event(RDMA_CM_EVENT_ADDR_RESOLVED);
     CHECK(id->verbs != nullptr && id->port_num == 1);
     CHECK(rdma_resolve_route(id, 1000) == 0);
-    channel.expect(RDMA_CM_EVENT_ROUTE_RESOLVED);
+    channel.expect_event(RDMA_CM_EVENT_ROUTE_RESOLVED);
     CHECK(id->route.num_paths == 1);
 }
 
-inline void make_queue_pair(rdma_cm_id* id) {
-    ibv_qp_init_attr attributes = small_queues();
+inline void create_queue_pair(rdma_cm_id* id) {
+    ibv_qp_init_attr attributes = make_small_queue_attributes();
     CHECK(rdma_create_qp(id, nullptr, &attributes) == 0 && id->qp != nullptr && id->pd != nullptr);
     CHECK(id->send_cq != nullptr && id->recv_cq != nullptr && id->recv_cq_channel != nullptr);
 }
 
-inline rdma_conn_param parameters_with(const void* data, std::size_t size_bytes) {
+inline rdma_conn_param make_parameters(const void* data, std::size_t size_bytes) {
     rdma_conn_param parameters{};
     parameters.private_data = data;
     parameters.private_data_len = static_cast<std::uint8_t>(size_bytes);
@@ -122,33 +123,33 @@ inline rdma_conn_param parameters_with(const void* data, std::size_t size_bytes)
     } while (0)
 
 // A listener and a client identifier, each with its own channel. The client has a queue pair and a resolved route to
-// the listener. request() sends the connection request and takes its event. establish() also accepts the request.
+// the listener. send_request() sends the connection request and takes its event. establish() also accepts the request.
 struct Pair {
     EventChannel server_channel, client_channel;
-    rdma_cm_id* listener = make_id(server_channel);
-    rdma_cm_id* client = make_id(client_channel);
+    rdma_cm_id* listener = create_id(server_channel);
+    rdma_cm_id* client = create_id(client_channel);
     rdma_cm_id* server = nullptr;
     std::uint16_t port = 0;
 
     explicit Pair(const char* address = "127.0.0.1") {
         port = listen_on_address(listener, address);
-        resolve(client_channel, client, address, port);
-        make_queue_pair(client);
+        resolve_address_and_route(client_channel, client, address, port);
+        create_queue_pair(client);
     }
-    rdma_cm_event* request(const std::string& data = {}) {
-        rdma_conn_param parameters = parameters_with(data.data(), data.size());
+    rdma_cm_event* send_request(const std::string& data = {}) {
+        rdma_conn_param parameters = make_parameters(data.data(), data.size());
         CHECK(rdma_connect(client, &parameters) == 0);
-        rdma_cm_event* const event = server_channel.take(RDMA_CM_EVENT_CONNECT_REQUEST);
+        rdma_cm_event* const event = server_channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
         server = event->id;
         return event;
     }
     void establish() {
-        CHECK(rdma_ack_cm_event(request()) == 0);
-        make_queue_pair(server);
-        rdma_conn_param parameters = parameters_with(nullptr, 0);
+        CHECK(rdma_ack_cm_event(send_request()) == 0);
+        create_queue_pair(server);
+        rdma_conn_param parameters = make_parameters(nullptr, 0);
         CHECK(rdma_accept(server, &parameters) == 0);
-        client_channel.expect(RDMA_CM_EVENT_ESTABLISHED);
-        server_channel.expect(RDMA_CM_EVENT_ESTABLISHED);
+        client_channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
+        server_channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
     }
     ~Pair() {
         for (rdma_cm_id* id : {client, server, listener}) {
