@@ -12,7 +12,7 @@
 
 namespace gdrkit::cuda {
 
-// CUresult. A driver may return any number.
+// The type CUresult. A driver may also return numbers that are not listed here.
 using Result = int;
 inline constexpr Result success = 0;
 inline constexpr Result invalid_value = 1;

@@ -1,5 +1,6 @@
-// Sleep until another thread changes a 32-bit word (futex(2)). A word needs no destructor: std::condition_variable
-// waits in its destructor for its waiters, and would wait for ever in a forked child if a thread of the parent waited.
+// Functions that sleep until another thread changes a 32-bit word (futex(2)). They replace std::condition_variable,
+// whose destructor waits for all waiters: in a forked child, it would wait for ever for a thread that only the parent
+// has.
 #pragma once
 
 #include <linux/futex.h>
@@ -15,7 +16,7 @@
 
 namespace gdrkit {
 
-// Stands for no limit in the functions below: a hundred years.
+// A timeout that never expires, for the functions below: a hundred years.
 inline constexpr std::chrono::nanoseconds no_limit = std::chrono::hours(24 * 36500);
 
 // Sleeps while the word has this value, at most `timeout`. May return earlier.
@@ -32,20 +33,21 @@ inline void futex_wake_all(std::atomic<std::uint32_t>& word) noexcept {
     syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Waits until `is_met` returns true for the value of the word, at most `timeout`. Returns whether it did.
+// Waits until `is_met` returns true for the value of the word, at most `timeout`. Returns whether `is_met` returned
+// true.
 template <typename Condition>
 bool wait_for_word(std::atomic<std::uint32_t>& word, std::chrono::nanoseconds timeout, const Condition& is_met) {
-    const auto end = std::chrono::steady_clock::now() + std::min(timeout, no_limit);
+    const auto deadline = std::chrono::steady_clock::now() + std::min(timeout, no_limit);
     for (;;) {
         const std::uint32_t value = word.load();
         if (is_met(value)) {
             return true;
         }
-        const auto left = end - std::chrono::steady_clock::now();
-        if (left <= std::chrono::nanoseconds::zero()) {
+        const auto remaining = deadline - std::chrono::steady_clock::now();
+        if (remaining <= std::chrono::nanoseconds::zero()) {
             return false;
         }
-        futex_wait(word, value, left);
+        futex_wait(word, value, remaining);
     }
 }
 

@@ -1,4 +1,5 @@
-// Blocks without the global interpreter lock of Python (GIL), and calls of Python code.
+// Helpers for native modules of Python: a block that releases the global interpreter lock (GIL), and calls of Python
+// functions that survive the end of the interpreter.
 #pragma once
 
 #include <Python.h>
@@ -27,27 +28,27 @@ inline PyObject* call_python(PyObject* function) {
     return sleep_if_interpreter_ends([&] { return PyObject_CallNoArgs(function); });
 }
 
-// Releases the GIL until the end of the block. The class of nanobind for this ends the process with std::terminate() if
-// the interpreter ends meanwhile.
+// Releases the GIL until the end of the block. nanobind::gil_scoped_release is not used, because it ends the process
+// with std::terminate() if the interpreter ends meanwhile.
 class GilRelease {
 public:
-    GilRelease() : state_(PyEval_SaveThread()) { is_released = true; }
+    GilRelease() : thread_state_(PyEval_SaveThread()) { is_released = true; }
     GilRelease(const GilRelease&) = delete;
     GilRelease& operator=(const GilRelease&) = delete;
     ~GilRelease() {
-        sleep_if_interpreter_ends([&] { PyEval_RestoreThread(state_); });
+        sleep_if_interpreter_ends([&] { PyEval_RestoreThread(thread_state_); });
         is_released = false;
     }
 
-    // Returns whether this thread has the GIL. Only threads of Python have it, and in native code only outside of the
-    // blocks of this class.
+    // Returns whether this thread has the GIL. A thread that Python does not know never has it, and a thread inside a
+    // block of this class has released it.
     static bool has_gil() noexcept {
         return Py_IsInitialized() != 0 && PyGILState_GetThisThreadState() != nullptr && !is_released;
     }
 
 private:
     static inline thread_local bool is_released = false;
-    PyThreadState* const state_;
+    PyThreadState* const thread_state_;
 };
 
 } // namespace gdrkit

@@ -1,5 +1,5 @@
 // SHA-256 (FIPS 180-4), not optimized for speed. The product uses it for the checksum of share handles, and the
-// software twins use it for the proof of a shared secret.
+// software twins use it to prove that they have the same secret.
 #pragma once
 
 #include <array>

@@ -1,9 +1,9 @@
-// The function that a thread calls between two checks of memory for which it spins.
+// A pause for spin loops. A thread calls it between two checks of the memory whose change it waits for.
 #pragma once
 
 namespace gdrkit {
 
-// Tells the processor that this thread spins, so that its other hardware thread runs faster.
+// Tells the processor that this thread spins, so that the other hardware thread of the core runs faster.
 inline void pause_processor() noexcept {
 #if defined(__x86_64__)
     __builtin_ia32_pause();

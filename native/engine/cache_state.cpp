@@ -1,4 +1,4 @@
-// The residency of a file range in the page cache, by cachestat(2) or mincore(2).
+// How much of a file range is in the page cache (its residency), queried with cachestat(2) or mincore(2).
 #include "engine/cache_state.hpp"
 
 #include <sys/mman.h>
@@ -13,7 +13,7 @@
 namespace gdrkit::engine {
 namespace {
 
-// The system call number and the structures of linux/mman.h of Linux 6.5, because older headers do not have them.
+// Linux 6.5 defines this number and these structures in its headers. The copies are for builds with older headers.
 constexpr long cachestat_syscall = 451;
 struct CachestatRange {
     std::uint64_t offset;
@@ -34,32 +34,32 @@ static_assert(SYS_cachestat == cachestat_syscall);
 const std::uint64_t page_bytes = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
 std::atomic<bool> has_cachestat{true};
 
-Residency residency_of_counts(std::uint64_t cached, std::uint64_t pages) {
+Residency make_residency(std::uint64_t cached, std::uint64_t pages) {
     const CacheState state = cached >= pages ? CacheState::all : cached == 0 ? CacheState::none : CacheState::some;
     return {.state = state, .cached_pages = std::min(cached, pages), .pages = pages};
 }
 
-std::uint64_t pages_of(std::uint64_t offset, std::uint64_t length) {
+std::uint64_t count_pages(std::uint64_t offset, std::uint64_t length) {
     return (offset + length + page_bytes - 1) / page_bytes - offset / page_bytes;
 }
 
 } // namespace
 
 Residency query_residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t length) {
-    const std::uint64_t pages = pages_of(offset, length);
+    const std::uint64_t pages = count_pages(offset, length);
     const std::uint64_t begin = offset / page_bytes * page_bytes;
     void* const mapping = mmap(nullptr, pages * page_bytes, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(begin));
     if (mapping == MAP_FAILED) {
-        return residency_of_counts(pages, pages);
+        return make_residency(pages, pages);
     }
     std::vector<unsigned char> resident(pages);
     const bool is_known = mincore(mapping, pages * page_bytes, resident.data()) == 0;
     munmap(mapping, pages * page_bytes);
     if (!is_known) {
-        return residency_of_counts(pages, pages);
+        return make_residency(pages, pages);
     }
     const auto cached = std::count_if(resident.begin(), resident.end(), [](unsigned char page) { return page & 1; });
-    return residency_of_counts(static_cast<std::uint64_t>(cached), pages);
+    return make_residency(static_cast<std::uint64_t>(cached), pages);
 }
 
 Residency query_residency(int fd, std::uint64_t offset, std::uint64_t length) {
@@ -67,10 +67,10 @@ Residency query_residency(int fd, std::uint64_t offset, std::uint64_t length) {
         CachestatRange range{offset, length};
         CachestatCounts counts{};
         if (syscall(cachestat_syscall, fd, &range, &counts, 0) == 0) {
-            return residency_of_counts(counts.cached, pages_of(offset, length));
+            return make_residency(counts.cached, count_pages(offset, length));
         }
         if (errno != ENOSYS) {
-            return residency_of_counts(1, 1); // Counts as cached. For example, hugetlbfs does not support cachestat.
+            return make_residency(1, 1); // The range counts as cached. For example, hugetlbfs has no cachestat.
         }
         has_cachestat.store(false, std::memory_order_relaxed);
     }

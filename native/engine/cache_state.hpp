@@ -1,4 +1,4 @@
-// The residency of a file range in the page cache.
+// How much of a file range is in the page cache (its residency). The copy engine reads uncached ranges with O_DIRECT.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@ namespace gdrkit::engine {
 
 enum class CacheState { all, some, none };
 
+// The residency of one file range.
 struct Residency {
     CacheState state = CacheState::none;
     std::uint64_t cached_pages = 0;

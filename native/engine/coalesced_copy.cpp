@@ -9,10 +9,10 @@ namespace gdrkit::engine {
 
 CoalescedCopy::CoalescedCopy(Chunk&& chunk, std::size_t buffer_index, std::byte* memory, std::uint64_t slice_bytes)
     : chunk_(std::move(chunk)), buffer_index_(buffer_index), memory_(memory), slice_bytes_(slice_bytes),
-      results_((chunk_.bytes + slice_bytes - 1) / slice_bytes), unfilled_count_(results_.size()) {}
+      results_((chunk_.bytes + slice_bytes - 1) / slice_bytes), unfilled_slices_count_(results_.size()) {}
 
 bool CoalescedCopy::claim(const std::shared_ptr<CoalescedCopy>& copy, Chunk& chunk) {
-    const std::size_t slice = copy->claimed_count_.fetch_add(1, std::memory_order_relaxed);
+    const std::size_t slice = copy->claimed_slices_count_.fetch_add(1, std::memory_order_relaxed);
     if (slice >= copy->slice_count()) {
         return false;
     }
@@ -46,22 +46,22 @@ const CopyStream& CoalescedCopies::submitted_stream(int device) {
 
 std::shared_ptr<CoalescedCopy> CoalescedCopies::open(Chunk& chunk) {
     stream_of(chunk.job->device());
-    const std::size_t buffer = take_buffer();
+    const std::size_t buffer_index = take_buffer_index();
     chunk.opens_coalesced_copy = false;
-    return std::make_shared<CoalescedCopy>(std::move(chunk), buffer, slab_ + buffer * tuning_.coalesced_bytes,
-                                           tuning_.slice_bytes);
+    return std::make_shared<CoalescedCopy>(std::move(chunk), buffer_index,
+                                           slab_ + buffer_index * tuning_.coalesced_bytes, tuning_.slice_bytes);
 }
 
-std::size_t CoalescedCopies::take_buffer() {
+std::size_t CoalescedCopies::take_buffer_index() {
     std::unique_lock lock(mutex_);
     for (;;) {
         if (!free_buffers_.empty()) {
-            const std::size_t buffer = free_buffers_.back();
+            const std::size_t buffer_index = free_buffers_.back();
             free_buffers_.pop_back();
-            return buffer;
+            return buffer_index;
         }
-        if (submitted_.empty()) {
-            changed_.wait(lock); // Every buffer is being filled or completed by another worker.
+        if (submitted_copies_.empty()) {
+            buffers_changed_.wait(lock); // Every buffer is being filled or completed by another worker.
             continue;
         }
         lock.unlock();
@@ -83,7 +83,7 @@ void CoalescedCopies::fill(const Chunk& chunk) {
     } catch (const Error& error) {
         result.failure = error.failure();
     }
-    if (copy.unfilled_count_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    if (copy.unfilled_slices_count_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
         submit(chunk.copy);
     }
 }
@@ -119,9 +119,9 @@ void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
         return;
     }
     const std::lock_guard lock(mutex_);
-    submitted_.push_back(copy);
+    submitted_copies_.push_back(copy);
     submitted_count_.fetch_add(1, std::memory_order_relaxed);
-    changed_.notify_one();
+    buffers_changed_.notify_one();
 }
 
 bool CoalescedCopies::complete_oldest(bool is_blocking) {
@@ -132,10 +132,10 @@ bool CoalescedCopies::complete_oldest(bool is_blocking) {
     std::optional<Failure> query_failure;
     {
         const std::lock_guard lock(mutex_);
-        if (submitted_.empty()) {
+        if (submitted_copies_.empty()) {
             return false;
         }
-        const CoalescedCopy& oldest = *submitted_.front();
+        const CoalescedCopy& oldest = *submitted_copies_.front();
         if (!is_blocking) {
             try {
                 const CopyStream& stream = *streams_.at(oldest.chunk_.job->device());
@@ -147,8 +147,8 @@ bool CoalescedCopies::complete_oldest(bool is_blocking) {
                 query_failure = error.failure();
             }
         }
-        copy = std::move(submitted_.front());
-        submitted_.pop_front();
+        copy = std::move(submitted_copies_.front());
+        submitted_copies_.pop_front();
         submitted_count_.fetch_sub(1, std::memory_order_relaxed);
     }
     finish(*copy, query_failure);
@@ -184,7 +184,7 @@ void CoalescedCopies::release(CoalescedCopy& copy) {
     {
         const std::lock_guard lock(mutex_);
         free_buffers_.push_back(copy.buffer_index_);
-        changed_.notify_one();
+        buffers_changed_.notify_one();
     }
     copy.chunk_.job->complete(copy.chunk_, 0);
 }

@@ -43,9 +43,9 @@ private:
     const std::size_t buffer_index_;
     std::byte* const memory_;
     const std::uint64_t slice_bytes_;
-    std::vector<IoResult> results_; // One for each slice. The worker that submits the copy reads them all.
-    std::atomic<std::size_t> claimed_count_{0};
-    std::atomic<std::size_t> unfilled_count_;
+    std::vector<IoResult> results_; // One result for each slice. The worker that submits the copy reads them all.
+    std::atomic<std::size_t> claimed_slices_count_{0};
+    std::atomic<std::size_t> unfilled_slices_count_;
 };
 
 // The buffers of coalesced copies, and the copies in progress on devices.
@@ -54,12 +54,12 @@ public:
     // `slab` must have space for all buffers.
     CoalescedCopies(Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning);
 
-    // True while a worker opens a coalesced copy. The other workers then wait for its slices and open no copy.
+    // True while a worker opens a coalesced copy. Meanwhile the other workers open none, and wait for its slices.
     std::atomic<bool>& is_copy_opening() noexcept { return is_copy_opening_; }
     // Turns a chunk into a coalesced copy. Waits for the oldest copy if no buffer is free. Throws Error if the device
-    // cannot be used; the chunk is then unchanged.
+    // cannot be used. The chunk is then unchanged.
     std::shared_ptr<CoalescedCopy> open(Chunk& chunk);
-    // Reads one slice from the file, and submits the copy if the slice was the last one.
+    // Reads one slice from the file. If no unfilled slice is left, submits the copy.
     void fill(const Chunk& chunk);
     // Returns whether a copy was submitted to a device and is not completed.
     bool is_any_submitted() const noexcept { return submitted_count_.load(std::memory_order_relaxed) != 0; }
@@ -72,12 +72,13 @@ public:
 private:
     // Returns the stream for a device and makes its context current. Creates the stream at the first use.
     CopyStream& stream_of(int device);
-    // Returns the stream of a submitted copy without a call of CUDA, so that it can be drained after CUDA has failed.
+    // Returns the existing stream of a submitted copy. Calls no CUDA function, so that it also works after a CUDA
+    // failure.
     const CopyStream& submitted_stream(int device);
-    std::size_t take_buffer();
+    std::size_t take_buffer_index();
     void submit(const std::shared_ptr<CoalescedCopy>& copy);
-    // Waits for the copy and reports its result to the job. If the query of its event has failed, does not wait for the
-    // event.
+    // Waits for the copy and reports its result to the job. `query_failure` is set if the query of the copy's event has
+    // failed; the function then does not wait for the event.
     void finish(CoalescedCopy& copy, const std::optional<Failure>& query_failure);
     void release(CoalescedCopy& copy);
 
@@ -88,9 +89,9 @@ private:
     std::atomic<bool> is_copy_opening_{false};
     std::atomic<std::size_t> submitted_count_{0};
     std::mutex mutex_;
-    std::condition_variable changed_; // A buffer was freed or a copy was submitted.
+    std::condition_variable buffers_changed_; // A buffer was freed or a copy was submitted.
     std::vector<std::size_t> free_buffers_;
-    std::deque<std::shared_ptr<CoalescedCopy>> submitted_; // In the order of their submission.
+    std::deque<std::shared_ptr<CoalescedCopy>> submitted_copies_; // In the order of their submission.
     std::map<int, std::unique_ptr<CopyStream>> streams_;
 };
 

@@ -23,13 +23,15 @@ CompletionQueue::CompletionQueue(bool has_event) {
 
 void CompletionQueue::push(std::unique_ptr<Entry> entry) noexcept {
     Entry* const added = entry.release();
-    added->next = newest_.load(std::memory_order_relaxed);
-    // After the exchange, the reader may have freed the entry.
+    added->next = newest_entry_.load(std::memory_order_relaxed);
+    // `was_empty` is computed before the exchange, because afterwards the reader may free the entry.
     bool was_empty = added->next == nullptr;
-    while (!newest_.compare_exchange_weak(added->next, added, std::memory_order_release, std::memory_order_relaxed)) {
+    while (!newest_entry_.compare_exchange_weak(added->next, added, std::memory_order_release,
+                                                std::memory_order_relaxed)) {
         was_empty = added->next == nullptr;
     }
-    // Only the first entry writes, so that a batch of entries costs one system call. The counter cannot overflow.
+    // Only the push of the first entry writes to the eventfd, so that a batch of entries costs one system call. The
+    // counter cannot overflow.
     if (was_empty && event_) {
         eventfd_write(event_.get(), 1);
     }
@@ -45,13 +47,13 @@ std::vector<std::uint64_t> CompletionQueue::take() {
 
 std::vector<std::uint64_t> CompletionQueue::take_entries() {
     std::vector<std::uint64_t> tokens;
-    if (newest_.load(std::memory_order_relaxed) == nullptr) {
+    if (newest_entry_.load(std::memory_order_relaxed) == nullptr) {
         return tokens;
     }
-    for (Entry* entry = newest_.exchange(nullptr, std::memory_order_acquire); entry != nullptr;) {
-        const std::unique_ptr<Entry> taken(entry);
-        tokens.push_back(taken->token);
-        entry = taken->next;
+    for (Entry* entry = newest_entry_.exchange(nullptr, std::memory_order_acquire); entry != nullptr;) {
+        const std::unique_ptr<Entry> owned_entry(entry);
+        tokens.push_back(owned_entry->token);
+        entry = owned_entry->next;
     }
     std::reverse(tokens.begin(), tokens.end());
     return tokens;
@@ -64,7 +66,8 @@ bool Completion::wait(std::chrono::nanoseconds timeout) noexcept {
     }
     return wait_for_word(state_, timeout, [&](std::uint32_t state) {
         if (state == running) {
-            state_.compare_exchange_strong(state, awaited); // A sleep until `running` changes then ends at once.
+            // The state is then no longer `running`, so wait_for_word() does not sleep, but calls this function again.
+            state_.compare_exchange_strong(state, awaited);
         }
         return state == over;
     });

@@ -1,4 +1,5 @@
-// The end of a job, and the tokens of ended jobs, which any thread adds and one reader takes in batches.
+// How the end of a job is reported: threads wait for its Completion, or one reader takes the tokens of ended jobs from
+// a CompletionQueue, in batches.
 #pragma once
 
 #include <atomic>
@@ -24,8 +25,8 @@ public:
     explicit CompletionQueue(bool has_event);
     CompletionQueue(const CompletionQueue&) = delete;
     CompletionQueue& operator=(const CompletionQueue&) = delete;
-    // Frees the entries. The eventfd is not read: a forked child shares it with its parent, whose wake-up it would
-    // take.
+    // Frees the entries. Does not read the eventfd: a forked child shares it with its parent, so a read in the child
+    // would take a wake-up from the parent.
     ~CompletionQueue() { take_entries(); }
 
     // Adds a token. The caller allocates the entry beforehand, so that the end of a job cannot fail.
@@ -38,7 +39,7 @@ public:
 private:
     std::vector<std::uint64_t> take_entries();
 
-    std::atomic<Entry*> newest_{nullptr};
+    std::atomic<Entry*> newest_entry_{nullptr};
     Descriptor event_;
 };
 
@@ -48,7 +49,7 @@ public:
     bool is_over() const noexcept { return state_.load(std::memory_order_acquire) == over; }
     // Waits at most `timeout`. Returns whether the job is over.
     bool wait(std::chrono::nanoseconds timeout) noexcept;
-    // Adds the token to the queue when the job is over; at once if it is over already.
+    // Adds the token to the queue when the job is over, or at once if the job is already over.
     void notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token);
     // Reports the end of the job. Further calls have no effect.
     void end() noexcept;

@@ -8,7 +8,8 @@
 namespace gdrkit::engine {
 namespace {
 
-// Number of queries before the thread sleeps, because a short copy takes less time than the wakeup of a thread.
+// The thread queries the event this many times before it sleeps, because a short copy takes less time than the wake-up
+// of a thread.
 constexpr int queries_before_sleep = 4;
 // Pause between queries. The device does not become idle in a pause, because it copies the other buffers meanwhile.
 constexpr std::chrono::microseconds pause_min{20};
@@ -17,14 +18,14 @@ constexpr std::chrono::microseconds pause_max{80};
 } // namespace
 
 Contexts::~Contexts() {
-    for (const auto& [device, context] : retained_) {
+    for (const auto& [device, context] : retained_contexts_) {
         cuda::driver().primary_release(device);
     }
 }
 
 cuda::Context Contexts::get(int ordinal) {
     const std::lock_guard lock(mutex_);
-    if (const auto retained = retained_.find(ordinal); retained != retained_.end()) {
+    if (const auto retained = retained_contexts_.find(ordinal); retained != retained_contexts_.end()) {
         return retained->second;
     }
     const cuda::Driver& driver = cuda::driver();
@@ -32,12 +33,12 @@ cuda::Context Contexts::get(int ordinal) {
     cuda::check("cuDeviceGet", driver.device_get(&device, ordinal));
     cuda::Context context = nullptr;
     cuda::check("cuDevicePrimaryCtxRetain", driver.primary_retain(&context, device));
-    return retained_[device] = context;
+    return retained_contexts_[device] = context;
 }
 
 cuda::Context Contexts::get_any() {
     const std::lock_guard lock(mutex_);
-    return retained_.empty() ? nullptr : retained_.begin()->second;
+    return retained_contexts_.empty() ? nullptr : retained_contexts_.begin()->second;
 }
 
 CopyStream::CopyStream(cuda::Context context, std::size_t buffers_count, bool polls_device)
@@ -89,12 +90,12 @@ cuda::DevicePointer CopyStream::find_allocation_end(cuda::DevicePointer address)
     return is_known ? begin + length : address;
 }
 
-void CopyStream::record_event(std::size_t buffer) const {
-    cuda::check("cuEventRecord", cuda::driver().event_record(events_[buffer], stream_));
+void CopyStream::record_event(std::size_t buffer_index) const {
+    cuda::check("cuEventRecord", cuda::driver().event_record(events_[buffer_index], stream_));
 }
 
-bool CopyStream::is_done(std::size_t buffer) const {
-    const cuda::Result result = cuda::driver().event_query(events_[buffer]);
+bool CopyStream::is_done(std::size_t buffer_index) const {
+    const cuda::Result result = cuda::driver().event_query(events_[buffer_index]);
     if (result == cuda::not_ready) {
         return false;
     }
@@ -102,10 +103,10 @@ bool CopyStream::is_done(std::size_t buffer) const {
     return true;
 }
 
-void CopyStream::wait(std::size_t buffer) const {
+void CopyStream::wait(std::size_t buffer_index) const {
     std::chrono::microseconds pause = pause_min;
     for (int queries = 0; polls_device_ || queries < queries_before_sleep; ++queries) {
-        if (is_done(buffer)) {
+        if (is_done(buffer_index)) {
             return;
         }
         if (queries >= queries_before_sleep) {
@@ -113,13 +114,13 @@ void CopyStream::wait(std::size_t buffer) const {
             pause = std::min(2 * pause, pause_max);
         }
     }
-    cuda::check("cuEventSynchronize", cuda::driver().event_synchronize(events_[buffer]));
+    cuda::check("cuEventSynchronize", cuda::driver().event_synchronize(events_[buffer_index]));
 }
 
 void CopyStream::drain() const noexcept {
     const cuda::Driver& driver = cuda::driver();
-    // The failed call may have been cuCtxSetCurrent. The thread then has no current context, or another one, and
-    // cuStreamSynchronize would fail too.
+    // If the failed call was cuCtxSetCurrent, the thread has no current context or another context. cuStreamSynchronize
+    // would then fail too.
     const bool is_pushed = driver.context_push(context_) == cuda::success;
     driver.stream_synchronize(stream_);
     if (is_pushed) {

@@ -25,7 +25,7 @@ public:
 
 private:
     std::mutex mutex_;
-    std::map<int, cuda::Context> retained_;
+    std::map<int, cuda::Context> retained_contexts_;
 };
 
 // Makes a context current on this thread during its lifetime. Throws Error.
@@ -42,6 +42,7 @@ public:
     }
 };
 
+// A CUDA stream for copies, and the events of its staging buffers.
 class CopyStream {
 public:
     // Makes the context current on the calling thread, and leaves it current. `polls_device` selects how `wait` waits.

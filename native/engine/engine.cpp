@@ -20,8 +20,8 @@ constexpr std::size_t jobs_max = 256;
 // A sleep of a worker may end this much later than requested. With the default of Linux, 50 us, the short sleeps of
 // CopyStream::wait would take several times as long.
 constexpr unsigned long timer_slack_ns = 1000;
-// A worker without work spins this long before it sleeps. To wake a worker costs the caller of submit() 2 to 3 us, and
-// a program that starts many short transfers starts the next one within this time.
+// A worker without work spins this long before it sleeps. Within this time, a program that starts many short transfers
+// usually starts the next one. submit() then need not wake the worker, which would take 2 to 3 us.
 constexpr std::chrono::microseconds spin_time{50};
 constexpr unsigned spins_per_clock_read = 16;
 
@@ -112,11 +112,11 @@ bool Engine::submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds ti
     return true;
 }
 
-// A system call for each of many short jobs would take longer than the rest of their start. So only one worker is
-// notified at a time, and none while a worker spins. Each worker that finds work after a wait notifies the next one
-// while several jobs are queued.
+// The system call that wakes a worker takes longer than all other steps of the start of a short job. So this function
+// notifies only one worker at a time, and none while a worker spins. If several jobs are queued, each worker that finds
+// work after a wait wakes the next worker.
 void Engine::wake_for_short_job() {
-    if (idle_count_ != 0 && !is_wake_pending_ && !is_spinning_) {
+    if (idle_workers_count_ != 0 && !is_wake_pending_ && !is_spinning_) {
         is_wake_pending_ = true;
         work_changed_.notify_one();
     }
@@ -142,7 +142,7 @@ bool Engine::spin_until_change(std::unique_lock<std::mutex>& lock, std::uint64_t
     return changes_count_ != changes_seen;
 }
 
-TakeResult Engine::next(Chunk& chunk, bool may_wait) {
+TakeResult Engine::take_work(Chunk& chunk, bool may_wait) {
     std::unique_lock lock(mutex_);
     for (;;) {
         const std::uint64_t changes_seen = changes_count_;
@@ -155,16 +155,16 @@ TakeResult Engine::next(Chunk& chunk, bool may_wait) {
         for (std::size_t index = 0; index < jobs_.size();) {
             const std::shared_ptr<Job> job = jobs_[index];
             lock.unlock();
-            const TakeResult taken = job->take(chunk, coalesced_copies_.is_copy_opening());
-            if (taken == TakeResult::chunk) {
+            const TakeResult take_result = job->take(chunk, coalesced_copies_.is_copy_opening());
+            if (take_result == TakeResult::chunk) {
                 chunk.job = job;
-                return taken;
+                return take_result;
             }
-            is_busy |= taken == TakeResult::busy;
+            is_busy |= take_result == TakeResult::busy;
             lock.lock();
             if (const auto position = std::find(jobs_.begin(), jobs_.end(), job); position == jobs_.end()) {
                 index = 0; // Another thread has removed the job meanwhile.
-            } else if (taken == TakeResult::nothing) {
+            } else if (take_result == TakeResult::nothing) {
                 jobs_.erase(position);
                 queue_not_full_.notify_one();
             } else {
@@ -181,11 +181,11 @@ TakeResult Engine::next(Chunk& chunk, bool may_wait) {
             return TakeResult::busy;
         }
         if (!spin_until_change(lock, changes_seen)) {
-            if (++idle_count_ == threads_.size()) {
+            if (++idle_workers_count_ == threads_.size()) {
                 idle_changed_.notify_all();
             }
             work_changed_.wait(lock, [&] { return changes_count_ != changes_seen || (is_closing_ && !is_busy); });
-            --idle_count_;
+            --idle_workers_count_;
             is_wake_pending_ = false;
         }
         if (jobs_.size() > 1) {
@@ -262,8 +262,8 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
         } catch (const Error& error) {
             result.bytes = 0;
             result.failure = error.failure();
-            // A copy may still run. Wait for its end: after this function has returned, the caller may free its memory,
-            // and the next transfer uses the staging memory.
+            // A copy may still run. It must end now, because after the return the caller may free its memory, and the
+            // next transfer uses the staging memory.
             if (buffer) {
                 buffer->stream.drain();
             }
@@ -280,7 +280,7 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
 bool Engine::wait_until_idle(std::chrono::nanoseconds timeout) {
     std::unique_lock lock(mutex_);
     return idle_changed_.wait_for(lock, timeout, [&] {
-        return is_closing_ || (jobs_.empty() && copies_to_fill_.empty() && idle_count_ == threads_.size());
+        return is_closing_ || (jobs_.empty() && copies_to_fill_.empty() && idle_workers_count_ == threads_.size());
     });
 }
 

@@ -21,9 +21,9 @@
 
 namespace gdrkit::engine {
 
-// A staging buffer of transfer_small(), with its stream.
 struct SmallTransferBuffer;
 
+// The engine itself. Its worker threads start with the first job.
 class Engine final : public Dispatcher {
 public:
     // `node` is the NUMA node whose memory and processors the engine uses, -1 for any. Throws Error.
@@ -36,12 +36,13 @@ public:
     // ESHUTDOWN during and after close(), or the error of pthread_create.
     bool submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds timeout = no_limit);
 
-    // Moves one range on the calling thread, without the queue. The bytes have arrived when the call returns. The range
-    // has at most small_bytes_max if the memory is device memory.
+    // Moves one range on the calling thread, without the queue. The bytes have arrived when the call returns. A range
+    // of device memory must not be longer than small_bytes_max.
     IoResult transfer_small(Direction direction, File& file, std::uint64_t offset, std::uint64_t address,
                             std::uint64_t length, int device);
     static constexpr std::uint64_t small_bytes_max = 256U << 10U;
-    // Up to this size, one thread writes host memory into the page cache faster than two that must wake up first.
+    // Up to this size, one running thread writes host memory into the page cache faster than two workers that must wake
+    // up first.
     static constexpr std::uint64_t small_host_write_bytes_max = 4U << 20U;
 
     // Waits until no job is queued or in progress, at most `timeout`. Returns whether there is none.
@@ -52,7 +53,7 @@ public:
     const Tuning& tuning() const noexcept { return tuning_; }
 
     // The interface for the workers; see Dispatcher.
-    TakeResult next(Chunk& chunk, bool may_wait) override;
+    TakeResult take_work(Chunk& chunk, bool may_wait) override;
     void wake_another_worker() override;
     void publish(std::shared_ptr<CoalescedCopy> copy) override;
 
@@ -77,15 +78,16 @@ private:
     std::deque<std::shared_ptr<Job>> jobs_;
     // Coalesced copies whose slices must be filled from files. Workers take these slices first, then chunks of jobs.
     std::deque<std::shared_ptr<CoalescedCopy>> copies_to_fill_;
-    // Incremented with the mutex whenever new work may be available. A worker that found no work sleeps only while this
-    // is unchanged.
+    // Incremented, with the mutex locked, whenever new work may be available. A worker that found no work sleeps only
+    // until the count changes.
     std::atomic<std::uint64_t> changes_count_{0};
-    std::size_t idle_count_ = 0;   // Number of workers that wait for work.
-    bool is_wake_pending_ = false; // submit() has notified a worker that has not run since.
-    // Whether a worker may spin: on a single processor, the caller of submit() could not run meanwhile.
+    std::size_t idle_workers_count_ = 0; // Number of workers that wait for work.
+    bool is_wake_pending_ = false;       // submit() has notified a worker that has not run since.
+    // True if workers may spin. On a single processor, a spinning worker would keep the caller of submit() from
+    // running.
     const bool may_spin_ = std::thread::hardware_concurrency() > 1;
-    bool is_last_job_short_ = false; // One worker executes the job that was queued last.
-    bool is_spinning_ = false;       // A worker spins until there is work.
+    bool is_last_job_short_ = false; // The job that was queued last has work for only one worker.
+    bool is_spinning_ = false;       // A worker spins and looks for work.
     // Number of EngineClosing objects. It is decremented without the mutex, which a forked child cannot lock.
     std::atomic<std::size_t> closers_count_{0};
     bool is_closing_ = false; // The threads end when no work is left.

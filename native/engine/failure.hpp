@@ -8,7 +8,7 @@ namespace gdrkit::engine {
 
 enum class Api { kernel, cuda };
 
-// `number` is an errno or a CUresult. `operation` is the name of a function; the string must be static.
+// `number` is an errno or a CUresult. `operation` is the name of a function, in a static string.
 struct Failure {
     Api api = Api::kernel;
     const char* operation = "";

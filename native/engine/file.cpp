@@ -1,4 +1,4 @@
-// The two descriptors of a file of a job, the alignment of direct I/O, and the size and residency of the file.
+// How the copy engine opens and closes a file, finds the alignment for O_DIRECT, and counts the users of the file.
 #include "engine/file.hpp"
 
 #include <fcntl.h>
@@ -14,7 +14,7 @@
 namespace gdrkit::engine {
 namespace {
 
-constexpr std::uint64_t alignment_default_bytes = 4096;
+constexpr std::uint64_t default_alignment_bytes = 4096;
 
 // Returns the alignment for O_DIRECT that statx reports for this file (Linux 6.1 and newer), but at least 4 KiB. 4 KiB
 // suits nearly every disk.
@@ -22,12 +22,12 @@ std::uint64_t direct_alignment_bytes(int fd) {
 #ifdef STATX_DIOALIGN
     struct statx info {};
     if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0) {
-        return std::max<std::uint64_t>({alignment_default_bytes, info.stx_dio_mem_align, info.stx_dio_offset_align});
+        return std::max<std::uint64_t>({default_alignment_bytes, info.stx_dio_mem_align, info.stx_dio_offset_align});
     }
 #else
     (void)fd;
 #endif
-    return alignment_default_bytes;
+    return default_alignment_bytes;
 }
 
 } // namespace
@@ -91,7 +91,7 @@ Residency File::residency_of(std::uint64_t offset, std::uint64_t length) {
 
 void File::remove_pending(std::uint64_t bytes) noexcept {
     if (!path_.empty() && pending_bytes_.fetch_sub(bytes, std::memory_order_acq_rel) == bytes) {
-        end();
+        close_path();
     }
 }
 
@@ -151,9 +151,9 @@ std::shared_ptr<File> File::replace_after_fork() {
     return file;
 }
 
-void File::end() noexcept {
+void File::close_path() noexcept {
     if (path_.empty()) {
-        return; // Without the lock, which a worker may have during a system call.
+        return; // This return takes no lock, because a worker may hold the lock during a system call.
     }
     const std::lock_guard lock(open_mutex_);
     direct_fd_.store(-1, std::memory_order_relaxed);

@@ -47,29 +47,30 @@ public:
     // are pending any more.
     void remove_pending(std::uint64_t bytes) noexcept;
     // Closes a file that was opened by its path, even if bytes are still pending.
-    void end() noexcept;
+    void close_path() noexcept;
 
-    // The calls and the jobs that use the descriptors are counted, so that a close can wait for them. Returns false if
-    // the file is closed, or while FileClosing refuses uses.
+    // Counts a call or job that uses the descriptors, so that a close can wait for its end. Returns false if the file
+    // is closed, or while FileClosing refuses uses.
     bool begin_use() noexcept;
-    // Adds a use while the calling thread has one, so that the file is still open.
+    // Counts one more use. The caller must already have a use, so that the file is open.
     void add_use() noexcept { users_count_.fetch_add(1); }
     void end_use() noexcept;
     // Waits until there are no uses, at most `timeout`. Returns whether there are none.
     bool wait_for_uses(std::chrono::nanoseconds timeout) noexcept;
-    // Begins a close of the file when no other thread closes it. Waits at most `timeout`. Returns whether it began.
+    // Begins a close of the file. Waits at most `timeout` while another thread closes it. Returns whether the close has
+    // begun.
     bool begin_close(std::chrono::nanoseconds timeout) noexcept;
     void end_close() noexcept;
     // Closes the descriptors. If the file still has uses, the destructor closes them. Throws Error: the error of
     // close(2), after which the file is closed too.
     void close();
     bool is_closed() const noexcept { return is_closed_.load(); }
-    // Returns a file with the descriptor of this one, for a forked child. Threads of the parent may have used this one,
-    // so its locks and counts are useless.
+    // Moves the descriptor into a new File, for a forked child. The child cannot use the locks and counts of this
+    // object, because threads of the parent may have held them during the fork.
     std::shared_ptr<File> replace_after_fork();
 
     // The threads whose Python code uses or closes the file, once for each use. Only a thread with the GIL may access
-    // this. A worker or a call without the GIL is not here, because it runs no signal handler.
+    // this list. Workers and calls without the GIL are not in it, because they run no signal handlers.
     std::vector<unsigned long> python_threads;
 
 private:
@@ -92,7 +93,7 @@ private:
     std::atomic<bool> is_closed_{false};
 };
 
-// A use of a file, which the destructor ends. It is empty if the file is closed.
+// A use of a file, which the destructor ends. If the file is closed, the object is empty: file() is null.
 class FileUse {
 public:
     explicit FileUse(std::shared_ptr<File> file) : file_(file->begin_use() ? std::move(file) : nullptr) {}
@@ -111,24 +112,25 @@ private:
 };
 
 // Refuses further uses of a file from its construction on. The destructor allows them again, unless the file is closed,
-// and calls end_close() if `is_begun` is set.
+// and calls end_close() if `has_begun_close` is set.
 class FileClosing {
 public:
-    explicit FileClosing(File& file, bool is_begun = false) noexcept : file_(file), is_begun_(is_begun) {
+    explicit FileClosing(File& file, bool has_begun_close = false) noexcept
+        : file_(file), has_begun_close_(has_begun_close) {
         file_.is_closing_.store(true);
     }
     FileClosing(const FileClosing&) = delete;
     FileClosing& operator=(const FileClosing&) = delete;
     ~FileClosing() {
         file_.is_closing_.store(file_.is_closed());
-        if (is_begun_) {
+        if (has_begun_close_) {
             file_.end_close();
         }
     }
 
 private:
     File& file_;
-    const bool is_begun_;
+    const bool has_begun_close_;
 };
 
 } // namespace gdrkit::engine

@@ -12,7 +12,7 @@ namespace {
 // The kernel moves at most 0x7ffff000 bytes per call.
 constexpr std::uint64_t call_bytes_max = 1U << 30U;
 
-Failure kernel_failure(const char* operation, int number) {
+Failure make_kernel_failure(const char* operation, int number) {
     return {.api = Api::kernel, .operation = operation, .number = number, .name = {}};
 }
 
@@ -24,8 +24,8 @@ std::uint64_t round_up(std::uint64_t value, std::uint64_t alignment) {
     return round_down(value + alignment - 1, alignment);
 }
 
-// Calls `call` with the number of bytes that are already moved and the number of bytes to move. Repeats this until all
-// bytes are moved, a call moves none, or a call fails.
+// Calls `call` with the number of bytes that are already moved and the number of bytes to move next. Repeats the call
+// until all bytes are moved, a call moves none, or a call fails.
 template <typename Call> IoResult repeat_call(const char* operation, std::uint64_t length, const Call& call) {
     IoResult result;
     while (result.bytes < length) {
@@ -35,7 +35,7 @@ template <typename Call> IoResult repeat_call(const char* operation, std::uint64
         } else if (count == 0) {
             break;
         } else if (errno != EINTR) {
-            result.failure = kernel_failure(operation, errno);
+            result.failure = make_kernel_failure(operation, errno);
             break;
         }
     }
@@ -46,15 +46,15 @@ template <typename Call> IoResult repeat_call(const char* operation, std::uint64
 
 IoResult read_buffered(File& file, std::uint64_t offset, std::uint64_t length, std::byte* to) {
     const int fd = file.buffered_fd();
-    return repeat_call("pread", length, [&](std::uint64_t done, std::uint64_t count) {
-        return pread(fd, to + done, count, static_cast<off_t>(offset + done));
+    return repeat_call("pread", length, [&](std::uint64_t done_bytes, std::uint64_t count) {
+        return pread(fd, to + done_bytes, count, static_cast<off_t>(offset + done_bytes));
     });
 }
 
 IoResult write_buffered(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* from) {
     const int fd = file.buffered_fd();
-    return repeat_call("pwrite", length, [&](std::uint64_t done, std::uint64_t count) {
-        return pwrite(fd, from + done, count, static_cast<off_t>(offset + done));
+    return repeat_call("pwrite", length, [&](std::uint64_t done_bytes, std::uint64_t count) {
+        return pwrite(fd, from + done_bytes, count, static_cast<off_t>(offset + done_bytes));
     });
 }
 
@@ -67,10 +67,13 @@ IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std
     const std::uint64_t alignment = file.alignment_bytes();
     const std::uint64_t begin = offset - lead_bytes;
     const std::uint64_t aligned_length = round_up(lead_bytes + length, alignment);
-    IoResult result = repeat_call("pread", aligned_length, [&](std::uint64_t done, std::uint64_t count) -> ssize_t {
-        // A read that ends inside a block has reached the end of the file, so nothing more is read with O_DIRECT.
-        return (done & (alignment - 1)) != 0 ? 0 : pread(fd, block + done, count, static_cast<off_t>(begin + done));
-    });
+    IoResult result =
+        repeat_call("pread", aligned_length, [&](std::uint64_t done_bytes, std::uint64_t count) -> ssize_t {
+            // A read that ends inside a block has reached the end of the file, so nothing more is read with O_DIRECT.
+            return (done_bytes & (alignment - 1)) != 0
+                       ? 0
+                       : pread(fd, block + done_bytes, count, static_cast<off_t>(begin + done_bytes));
+        });
     if (result.failure && result.failure->number == EINVAL && result.bytes == 0) {
         // This file system accepts O_DIRECT in open(2), but not in pread(2).
         file.set_direct_refusal(EINVAL);
@@ -79,11 +82,11 @@ IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std
     result.bytes = std::min(result.bytes > lead_bytes ? result.bytes - lead_bytes : 0, length);
     result.used_direct = true;
     if (result.bytes < length && !result.failure) {
-        // At the end of the file this reads nothing, unless the file has grown meanwhile.
-        const IoResult tail =
+        // At the end of the file, this second read returns nothing, unless the file has grown meanwhile.
+        const IoResult tail_result =
             read_buffered(file, offset + result.bytes, length - result.bytes, block + lead_bytes + result.bytes);
-        result.bytes += tail.bytes;
-        result.failure = tail.failure;
+        result.bytes += tail_result.bytes;
+        result.failure = tail_result.failure;
     }
     return result;
 }
@@ -101,24 +104,26 @@ IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, co
     if (result.bytes < head_bytes) {
         return result;
     }
-    const auto write_blocks = [&](std::uint64_t done, std::uint64_t count) -> ssize_t {
-        return (done & (alignment - 1)) != 0
-                   ? 0
-                   : pwrite(fd, from + head_bytes + done, count, static_cast<off_t>(offset + head_bytes + done));
+    const auto write_blocks = [&](std::uint64_t done_bytes, std::uint64_t count) -> ssize_t {
+        return (done_bytes & (alignment - 1)) != 0 ? 0
+                                                   : pwrite(fd, from + head_bytes + done_bytes, count,
+                                                            static_cast<off_t>(offset + head_bytes + done_bytes));
     };
-    const IoResult aligned = repeat_call("pwrite", aligned_bytes, write_blocks);
-    const bool refused_direct = aligned.failure && aligned.failure->number == EINVAL && aligned.bytes == 0;
-    result.bytes += aligned.bytes;
+    const IoResult aligned_result = repeat_call("pwrite", aligned_bytes, write_blocks);
+    const bool refused_direct =
+        aligned_result.failure && aligned_result.failure->number == EINVAL && aligned_result.bytes == 0;
+    result.bytes += aligned_result.bytes;
     result.used_direct = !refused_direct;
     if (refused_direct) {
         file.set_direct_refusal(EINVAL);
-    } else if (aligned.failure) {
-        result.failure = aligned.failure;
+    } else if (aligned_result.failure) {
+        result.failure = aligned_result.failure;
         return result;
     }
-    const IoResult tail = write_buffered(file, offset + result.bytes, length - result.bytes, from + result.bytes);
-    result.bytes += tail.bytes;
-    result.failure = tail.failure;
+    const IoResult tail_result =
+        write_buffered(file, offset + result.bytes, length - result.bytes, from + result.bytes);
+    result.bytes += tail_result.bytes;
+    result.failure = tail_result.failure;
     return result;
 }
 

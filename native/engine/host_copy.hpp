@@ -1,4 +1,4 @@
-// Copies between a file and host memory, by pread and pwrite.
+// Copies between a file and host memory with pread and pwrite, through the page cache or with O_DIRECT.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +21,10 @@ struct IoResult {
 IoResult read_buffered(File& file, std::uint64_t offset, std::uint64_t length, std::byte* to);
 IoResult write_buffered(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* from);
 
-// Move a range with O_DIRECT; a write moves partial blocks at both ends through the page cache. `block` is aligned
-// memory. The bytes of the range begin at block + leading_bytes(file, offset), and the memory has space for one more
-// block at both ends. If the file does not support O_DIRECT, the whole range is moved through the page cache.
+// read_direct() and write_direct() move a range with O_DIRECT. A write moves the partial blocks at both ends through
+// the page cache. `block` is aligned memory, with space for one more block at both ends. The bytes of the range begin
+// at block + leading_bytes(file, offset). If the file does not support O_DIRECT, the whole range is moved through the
+// page cache.
 IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* block);
 IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* block);
 

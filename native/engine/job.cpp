@@ -1,4 +1,5 @@
-// How a job is divided into chunks that workers take, and how its progress, its failure and its end are recorded.
+// How the copy engine divides a job into chunks that workers take, and records the progress, failure and end of the
+// job.
 #include "engine/job.hpp"
 
 #include <unistd.h>
@@ -12,12 +13,13 @@
 namespace gdrkit::engine {
 namespace {
 
-// Largest and smallest range for which one query of its residency in the page cache decides.
+// Largest and smallest size of a window: a range for which one query of the page cache decides whether it is read with
+// O_DIRECT.
 constexpr std::uint64_t window_max_bytes = 128U << 20U;
 constexpr std::uint64_t window_min_bytes = 1U << 20U;
-// If less than this share of a window is cached, the whole window is read with O_DIRECT: one of so many pages.
+// A window in which fewer than one of this many pages are cached counts as uncached, and is read with O_DIRECT.
 constexpr std::uint64_t cold_divisor = 4;
-// The sizes of chunks are multiples of this.
+// The sizes of chunks are multiples of this number.
 constexpr std::uint64_t chunk_step_bytes = 64U << 10U;
 // Largest number of short extents in one chunk.
 constexpr std::size_t parts_max = 1024;
@@ -38,7 +40,7 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
         file->add_pending(is_durable_ ? 1 : 0); // The file stays open until its data is on the disk.
         file->add_use();
     }
-    const std::uint64_t even_share_bytes = total_bytes_ / (sharers_count() * chunks_per_worker) + 1;
+    const std::uint64_t even_share_bytes = total_bytes_ / (sharing_workers_count() * chunks_per_worker) + 1;
     const std::uint64_t first_bytes = std::min(tuning_.first_chunk_bytes, tuning_.chunk_bytes);
     chunk_min_bytes_ = std::clamp(even_share_bytes, std::min(chunk_step_bytes, first_bytes), first_bytes);
     chunks_count_ = total_bytes_ / chunk_min_bytes_ + 1;
@@ -50,15 +52,15 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
 
 // Returns the size of the next chunk. The first chunks are small, so that the device can start at once. A later chunk
 // has the size that the workers can read while the device copies the chunks before it. At the end the chunks are small
-// again, so that all workers end at the same time.
+// again, so that all workers finish at about the same time.
 std::uint64_t Job::next_chunk_bytes() const {
-    const std::uint64_t bytes = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / sharers_count();
+    const std::uint64_t bytes = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / sharing_workers_count();
     return std::clamp(bytes / chunk_step_bytes * chunk_step_bytes, chunk_min_bytes_, tuning_.chunk_bytes);
 }
 
-// Returns the size of the next coalesced copy, or 0 if there is none: for writes, for host memory, and near the
-// beginning and the end of a job. The size is at most half of the bytes taken so far, and half of the bytes that are
-// left. That is more than a chunk, because all workers fill the copy together, faster than the device copies it.
+// Returns the size of the next coalesced copy, or 0 if the next chunk is not coalesced: for writes, for host memory,
+// and near the beginning and the end of a job. The size is at most half of the bytes taken so far, and half of the
+// bytes that are left. It may be larger than a chunk of one worker, because all workers fill the copy together.
 std::uint64_t Job::next_coalesced_bytes() const {
     if (direction_ == Direction::write || device_ == host_memory) {
         return 0;
@@ -89,15 +91,15 @@ TakeResult Job::take(Chunk& chunk, std::atomic<bool>& is_copy_opening) {
     Extent& extent = extents_[next_extent_];
     if (next_offset_ > 0 || extent.length > next_chunk_bytes()) {
         try {
-            const TakeResult taken = take_from_large_extent(chunk, extent, is_copy_opening);
-            if (taken != TakeResult::chunk) {
-                return taken;
+            const TakeResult take_result = take_from_large_extent(chunk, extent, is_copy_opening);
+            if (take_result != TakeResult::chunk) {
+                return take_result;
             }
         } catch (const Error& error) {
             progress_.failure = error.failure();
             progress_.failed_extent = next_extent_;
             is_stopped_ = true;
-            if (chunks_in_flight_ == 0) {
+            if (chunks_in_progress_ == 0) {
                 end_locked();
             }
             return TakeResult::nothing;
@@ -106,7 +108,7 @@ TakeResult Job::take(Chunk& chunk, std::atomic<bool>& is_copy_opening) {
         take_small_extents(chunk);
     }
     taken_bytes_ += chunk.bytes;
-    ++chunks_in_flight_;
+    ++chunks_in_progress_;
     return TakeResult::chunk;
 }
 
@@ -131,9 +133,9 @@ bool Job::is_next_direct(Extent& extent) {
         window_end_ = extent.length;
         is_window_direct_ = true;
     } else {
-        // If cached and uncached ranges are close together, the window shrinks. A few cached pages do not shrink it.
-        // Otherwise a buffered read in a small window would start the kernel's readahead. The next small window would
-        // then look cached, and so on to the end of a file that is not cached.
+        // If cached and uncached ranges are close together, the window shrinks. A few cached pages do not shrink it: in
+        // a small window, a buffered read would start the kernel's readahead, so that the next small window would look
+        // cached, and so on to the end of an uncached file.
         std::uint64_t bytes = window_max_bytes;
         Residency residency = file.residency_of(begin, std::min(left_bytes, bytes));
         while (residency.state == CacheState::some && residency.cached_pages * cold_divisor >= residency.pages &&
@@ -156,9 +158,9 @@ std::size_t Job::reservations_max(bool is_direct) const {
     return is_direct ? tuning_.direct_writers_count : tuning_.buffered_writers_count;
 }
 
-// Returns how many workers share a long extent. Only a few write at the same time, and their chunks are larger: most
-// file systems lock the file for each write, so that many small writes of several threads would wait for each other.
-std::size_t Job::sharers_count() const {
+// Returns how many workers share a long extent. For a write these are only a few, which take larger chunks: most file
+// systems lock the file for each write, so many small writes of several threads would wait for each other.
+std::size_t Job::sharing_workers_count() const {
     return reservations_max(direction_ == Direction::write && access_ == Access::direct);
 }
 
@@ -178,12 +180,13 @@ TakeResult Job::take_from_large_extent(Chunk& chunk, Extent& extent, std::atomic
     const std::uint64_t length_max = is_direct              ? direct_bytes
                                      : opens_coalesced_copy ? coalesced_bytes
                                                             : next_chunk_bytes();
-    // Chunks end at block boundaries of the file, so that only the first and the last of an extent have partial blocks.
+    // Chunks end at block boundaries of the file, so that only the first and the last chunk of an extent have
+    // partial blocks.
     const std::uint64_t begin = extent.offset + next_offset_;
     std::uint64_t length = std::min(length_max, window_end_ - next_offset_);
-    if (const std::uint64_t partial = (begin + length) % files_[extent.file_index]->alignment_bytes();
-        partial < length && next_offset_ + length < extent.length) {
-        length -= partial;
+    if (const std::uint64_t partial_block_bytes = (begin + length) % files_[extent.file_index]->alignment_bytes();
+        partial_block_bytes < length && next_offset_ + length < extent.length) {
+        length -= partial_block_bytes;
     }
     chunk.is_direct = is_direct;
     chunk.holds_reservation = needs_reservation;
@@ -199,17 +202,17 @@ TakeResult Job::take_from_large_extent(Chunk& chunk, Extent& extent, std::atomic
 void Job::take_small_extents(Chunk& chunk) {
     const std::uint64_t bytes_max = next_chunk_bytes();
     const bool needs_slack = access_ == Access::direct && direction_ == Direction::read;
-    std::uint64_t slack_left = slack_bytes;
+    std::uint64_t slack_left_bytes = slack_bytes;
     while (next_extent_ < extents_.size() && next_offset_ == 0 && chunk.parts.size() < parts_max &&
            chunk.bytes + extents_[next_extent_].length <= bytes_max) {
         const Extent& extent = extents_[next_extent_];
-        // A part without slack would be read through the page cache. The slack is an estimate: a file that is not open
-        // yet reports the alignment of most disks.
-        const std::uint64_t slack = needs_slack ? 2 * files_[extent.file_index]->alignment_bytes() : 0;
-        if (slack > slack_left && !chunk.parts.empty()) {
+        // The worker needs slack to read a part with O_DIRECT (see slack_bytes). The number is an
+        // estimate, because a file that is not open yet reports the alignment of most disks.
+        const std::uint64_t needed_slack_bytes = needs_slack ? 2 * files_[extent.file_index]->alignment_bytes() : 0;
+        if (needed_slack_bytes > slack_left_bytes && !chunk.parts.empty()) {
             break;
         }
-        slack_left -= std::min(slack, slack_left);
+        slack_left_bytes -= std::min(needed_slack_bytes, slack_left_bytes);
         chunk.parts.push_back(Part{.extent_index = next_extent_, .extent_offset = 0, .length = extent.length});
         chunk.bytes += extent.length;
         next_offset_ = extent.length;
@@ -247,7 +250,7 @@ void Job::complete(Chunk& chunk, std::uint64_t direct_bytes) {
     }
     progress_.bytes += bytes;
     progress_.direct_bytes += direct_bytes;
-    --chunks_in_flight_;
+    --chunks_in_progress_;
     if (!is_work_finished_locked()) {
         return;
     }
@@ -290,29 +293,29 @@ void Job::cancel() {
     if (!is_over() && next_extent_ < extents_.size() && !is_stopped_) {
         is_stopped_ = true;
         progress_.is_cancelled = true;
-        if (chunks_in_flight_ == 0) {
+        if (chunks_in_progress_ == 0) {
             end_locked();
         }
     }
 }
 
 void Job::end_locked() {
-    // Bytes that no worker has taken did not arrive.
+    // No worker has taken the bytes from here on, so they did not arrive.
     if (next_extent_ < extents_.size()) {
         extents_[next_extent_].first_missing_offset =
             std::min(extents_[next_extent_].first_missing_offset, next_offset_);
-        for (std::uint32_t later = next_extent_ + 1; later < extents_.size(); ++later) {
-            extents_[later].first_missing_offset = 0;
+        for (std::uint32_t index = next_extent_ + 1; index < extents_.size(); ++index) {
+            extents_[index].first_missing_offset = 0;
         }
     }
     for (const std::shared_ptr<File>& file : files_) {
-        file->end();
+        file->close_path();
         if (file->direct_refusal() != 0) {
             progress_.direct_refusal = file->direct_refusal();
         }
         file->end_use();
     }
-    progress_.duration = std::chrono::steady_clock::now() - began_;
+    progress_.duration = std::chrono::steady_clock::now() - begin_time_;
     std::uint64_t bytes = 0;
     for (const Extent& extent : extents_) {
         bytes += std::min(extent.first_missing_offset, extent.length);

@@ -23,22 +23,23 @@ enum class Direction { read, write };
 // O_DIRECT if less than half of it is in the page cache, and writes through the page cache.
 enum class Access { automatic, buffered, direct };
 
-// The device number of a job whose memory is host memory.
+// Device number that stands for host memory.
 inline constexpr int host_memory = -1;
 
 // Settings of the engine. The defaults were the fastest values in the measurements of reports/baselines. The public
 // form of these settings is gdrkit.gds.EngineOptions.
 struct Tuning {
     std::size_t workers_count = 12;
-    std::size_t buffers_count = 2;         // Staging buffers of each worker.
+    std::size_t buffers_count = 2;         // Number of staging buffers of each worker.
     std::uint64_t chunk_bytes = 4U << 20U; // Largest size of a chunk, and the size of a staging buffer.
-    // Size of the first and of the last chunks of a job. Between them the chunks are larger, up to chunk_bytes.
+    // Size of the first and of the last chunks of a job. The chunks between them are larger, up to chunk_bytes.
     std::uint64_t first_chunk_bytes = 512U << 10U;
-    // Size of a coalesced copy (see coalesced_copy.hpp). If it is not above chunk_bytes, there are no coalesced copies.
+    // Size of a coalesced copy (see coalesced_copy.hpp). With a size up to chunk_bytes, the engine makes no coalesced
+    // copies.
     std::uint64_t coalesced_bytes = 8U << 20U;
     std::size_t coalesced_count = 6;       // Number of buffers for coalesced copies, for all workers together.
     std::uint64_t slice_bytes = 1U << 20U; // Part of a coalesced copy that one worker fills at a time.
-    bool polls_device = true;              // Poll while waiting for a device; see CopyStream::wait.
+    bool polls_device = true;              // See CopyStream::wait.
     std::size_t direct_readers_count = 2;  // Concurrent O_DIRECT reads of one job.
     std::uint64_t direct_read_bytes = 4U << 20U;
     std::size_t direct_writers_count = 2; // Concurrent O_DIRECT writes of one job.
@@ -51,14 +52,14 @@ struct Tuning {
 // Extra space of a staging buffer, in bytes, for the partial blocks of parts that begin or end inside a block.
 inline constexpr std::uint64_t slack_bytes = 256U << 10U;
 
-// One range of a file and its memory.
+// One range of a file, and the memory to or from which the job moves it.
 struct Extent {
     std::uint32_t file_index = 0; // Index in the files of the job.
     std::uint64_t offset = 0;
     std::uint64_t address = 0; // Device address or host address.
     std::uint64_t length = 0;
-    std::uint64_t first_missing_offset =
-        UINT64_MAX; // Offset in the extent of the first byte that did not arrive, if any.
+    // Offset in the extent of the first byte that did not arrive. UINT64_MAX if no byte is missing so far.
+    std::uint64_t first_missing_offset = UINT64_MAX;
 };
 
 // The part of one extent that belongs to a chunk.
@@ -80,8 +81,8 @@ struct Chunk {
     std::vector<Part> parts;
     std::uint64_t bytes = 0;
     bool is_direct = false;
-    // A job limits how many workers use O_DIRECT, or write to the page cache, at the same time. A worker needs a
-    // reservation for either. The reservation belongs to the chunk that the worker takes.
+    // A job limits how many workers read or write with O_DIRECT, or write to the page cache, at the same time. For such
+    // work, a worker needs a reservation, which it gets together with the chunk.
     bool holds_reservation = false;
     bool opens_coalesced_copy = false; // The worker that takes the chunk opens a coalesced copy for it.
     // If `copy` is set, the work is to fill slice number `slice` of this copy, and the members above are not used.
@@ -91,8 +92,8 @@ struct Chunk {
 
 struct Progress {
     std::uint64_t bytes = 0;        // Bytes that arrived.
-    std::uint64_t direct_bytes = 0; // Bytes among them that O_DIRECT moved.
-    bool is_cancelled = false;      // Cancelled before all chunks were started.
+    std::uint64_t direct_bytes = 0; // Part of `bytes` that O_DIRECT moved.
+    bool is_cancelled = false;      // The job was cancelled before all chunks were started.
     std::optional<Failure> failure; // The first failure.
     std::uint32_t failed_extent = 0;
     int direct_refusal = 0;              // The errno with which the file system refused O_DIRECT.
@@ -115,8 +116,8 @@ enum class TakeResult { nothing, busy, chunk };
 
 class Job {
 public:
-    // If `is_durable` is set, the job syncs the files to the disk before it is over. Until then, the job uses its
-    // files, so a job that is not submitted must be cancelled.
+    // If `is_durable` is set, the job syncs the files to the disk before it is over. The job uses its files from its
+    // construction until it is over, so a job that is never submitted must be cancelled.
     Job(Direction direction, Access access, int device, std::vector<std::shared_ptr<File>> files,
         std::vector<Extent> extents, const Tuning& tuning, bool is_durable = false);
 
@@ -137,7 +138,7 @@ public:
     TakeResult take(Chunk& chunk, std::atomic<bool>& is_copy_opening);
     // Releases the reservation of a chunk, if it has one, so that another worker may start file I/O.
     void release_reservation(Chunk& chunk);
-    // Releases one reservation that a worker has taken over from a chunk.
+    // Releases one reservation that a worker has kept from an earlier chunk.
     void release_reservation();
     // Reports that the work on a chunk is over. `done_bytes` of each part is the number of its bytes that arrived.
     // `direct_bytes` of the chunk were moved with O_DIRECT.
@@ -152,7 +153,7 @@ public:
     bool wait(std::int64_t timeout_us);
     // This and the functions below take no lock when the job is over.
     bool is_over() const noexcept { return completion_.is_over(); }
-    // Adds the token to the queue when the job is over; at once if it is over already.
+    // Adds the token to the queue when the job is over, or at once if the job is already over.
     void notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token) {
         completion_.notify(std::move(queue), token);
     }
@@ -162,17 +163,17 @@ public:
     std::vector<std::uint64_t> arrived_bytes();
 
 private:
-    // All of these functions require mutex_, except make_durable(), which is called without it.
+    // The callers of these functions hold mutex_, except the callers of make_durable() and lock_unless_over().
     bool is_next_direct(Extent& extent);
     TakeResult take_from_large_extent(Chunk& chunk, Extent& extent, std::atomic<bool>& is_copy_opening);
     void take_small_extents(Chunk& chunk);
     std::uint64_t next_chunk_bytes() const;
     std::uint64_t next_coalesced_bytes() const;
     std::size_t reservations_max(bool is_direct) const;
-    std::size_t sharers_count() const;
+    std::size_t sharing_workers_count() const;
     void skip_taken_extents();
     bool is_work_finished_locked() const {
-        return chunks_in_flight_ == 0 && (is_stopped_ || next_extent_ == extents_.size());
+        return chunks_in_progress_ == 0 && (is_stopped_ || next_extent_ == extents_.size());
     }
     std::optional<Failure> make_durable();
     std::unique_lock<std::mutex> lock_unless_over();
@@ -191,16 +192,16 @@ private:
 
     std::mutex mutex_;
     std::uint32_t next_extent_ = 0; // Index of the first extent that is not taken completely.
-    std::uint64_t next_offset_ = 0; // Bytes of that extent that are taken.
+    std::uint64_t next_offset_ = 0; // Number of bytes of this extent that are taken.
     std::uint64_t taken_bytes_ = 0;
     // The choice between O_DIRECT and the page cache is made for one window of a large extent at a time.
     std::uint64_t window_end_ = 0; // Offset in the extent of the end of the current window.
     bool is_window_direct_ = false;
-    std::size_t chunks_in_flight_ = 0;
+    std::size_t chunks_in_progress_ = 0;
     std::size_t reservations_count_ = 0;
     bool is_stopped_ = false;
     Completion completion_;
-    const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+    const std::chrono::steady_clock::time_point begin_time_ = std::chrono::steady_clock::now();
     Progress progress_;
 };
 

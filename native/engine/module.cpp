@@ -1,6 +1,6 @@
-// gdrkit.gds._engine: jobs of the copy engine for Python. Every function that may block releases the GIL, and native
-// objects never hold Python objects: the types that other native objects share are created by std::make_shared, because
-// otherwise nanobind makes a shared_ptr that holds the Python object, and the last owner would wait for the GIL.
+// gdrkit.gds._engine, the Python module of the copy engine. Every function that may block releases the GIL. Native
+// objects never hold Python objects, because their last owner would have to wait for the GIL. So std::make_shared
+// creates the objects that native code shares: otherwise nanobind would make a shared_ptr that holds the Python object.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -31,26 +31,27 @@ namespace gdrkit::engine {
 namespace {
 
 // Returns the failure as (api, operation, number, name), which gdrkit.gds._native converts to exceptions.
-nb::tuple failure_tuple(const Failure& failure) {
+nb::tuple make_failure_tuple(const Failure& failure) {
     return nb::make_tuple(failure.api == Api::cuda ? "cuda" : "kernel", failure.operation, failure.number,
                           failure.name);
 }
 
 PyObject* engine_error = nullptr;
 PyObject* file_closed = nullptr;
-// The transfers of gdrkit.gds.transfer in progress, by their tokens, and the ones among them whose job is over.
+// Two dicts of transfers (gdrkit.gds.transfer) by their tokens: all transfers in progress, and the transfers among them
+// whose job is over.
 PyObject* transfers_in_progress = nullptr;
 PyObject* transfers_ended = nullptr;
 PyObject* job_attribute = nullptr;
 PyObject* token_attribute = nullptr;
-// The queue that submit() passes to each job.
+// The queue to which each job of a transfer adds its token at its end.
 const auto ended_jobs = std::make_shared<CompletionQueue>(false);
-// A waiting main thread runs Python's signal handlers in this interval, so that Ctrl-C ends the wait. Python runs them
-// only on that thread, which is the first of the process.
-constexpr std::chrono::milliseconds signals_interval{50};
+// While the main thread waits, it runs Python's signal handlers in this interval, so that Ctrl-C ends the wait. Python
+// runs them only on the main thread.
+constexpr std::chrono::milliseconds signal_check_interval{50};
 
 [[noreturn]] void raise(const Failure& failure) {
-    PyErr_SetObject(engine_error, failure_tuple(failure).ptr());
+    PyErr_SetObject(engine_error, make_failure_tuple(failure).ptr());
     throw nb::python_error();
 }
 
@@ -60,9 +61,9 @@ constexpr std::chrono::milliseconds signals_interval{50};
     throw nb::python_error();
 }
 
-// An entry of the calling thread in File::python_threads, as long as the thread uses or closes the file. The thread
-// must not wait for the end of its own use: a signal handler or a finalizer that closes the file runs inside the use,
-// so that the wait would never end.
+// An entry of the calling thread in File::python_threads, as long as the thread uses or closes the file. If a signal
+// handler or a finalizer closes the file during such a use, the close finds the entry and fails. It must not wait: the
+// use of its own thread would never end.
 class PythonThread {
 public:
     explicit PythonThread(std::shared_ptr<File> file) : file_(std::move(file)), thread_(PyThread_get_thread_ident()) {
@@ -119,34 +120,34 @@ template <typename Function> auto without_gil(const Function& function) {
     raise(failure);
 }
 
-// Calls `wait` without the GIL until it returns true, or until `timeout` has passed. Its argument is how long it may
-// wait. Raises the exception of a signal handler. Returns false if a signal handler has forked and this is the child:
-// the threads for which it waits are in the parent.
+// Calls `wait` without the GIL until it returns true, or until `timeout` has passed. The argument of `wait` is the time
+// that it may wait. Raises the exception of a signal handler. Returns false in a child process that a signal handler
+// has forked, because the awaited threads exist only in the parent.
 template <typename Wait> bool wait_interruptibly(std::chrono::nanoseconds timeout, const Wait& wait) {
     const auto end = std::chrono::steady_clock::now() + std::min(timeout, no_limit);
-    for (std::chrono::nanoseconds left = timeout, interval = signals_interval;;) {
-        const std::chrono::nanoseconds slice = std::clamp(left, std::chrono::nanoseconds(0), interval);
-        if (without_gil([&] { return wait(slice); })) {
-            return true; // Most waits end here, so that this way makes no system call of its own.
+    for (std::chrono::nanoseconds remaining = timeout, check_interval = signal_check_interval;;) {
+        const std::chrono::nanoseconds wait_time = std::clamp(remaining, std::chrono::nanoseconds(0), check_interval);
+        if (without_gil([&] { return wait(wait_time); })) {
+            return true; // Most waits end here, before the system calls below.
         }
-        const pid_t process = getpid();
+        const pid_t process_id = getpid();
         if (PyErr_CheckSignals() != 0) {
             throw nb::python_error();
         }
-        if (left <= slice || getpid() != process) {
+        if (remaining <= wait_time || getpid() != process_id) {
             return false;
         }
-        if (process != syscall(SYS_gettid)) {
-            interval = no_limit;
+        if (process_id != syscall(SYS_gettid)) {
+            check_interval = no_limit;
         }
-        left = end - std::chrono::steady_clock::now();
+        remaining = end - std::chrono::steady_clock::now();
     }
 }
 
 // Stores the job in its transfer, and the transfer in `transfers_in_progress`. Returns the token of the transfer.
 //
-// A caller that starts the job in the same call of native code leaves no time at which a signal handler of Python could
-// end the start: a transfer has its job, and is kept alive, exactly if the job was started.
+// The caller then starts the job in the same call of native code, so that no signal handler of Python can run in
+// between. So a transfer has a job, and is kept alive, if and only if its job was started.
 std::uint64_t begin_transfer(nb::handle transfer, nb::handle job) {
     const nb::object token = nb::steal(PyObject_GetAttr(transfer.ptr(), token_attribute));
     if (!token.is_valid() || PyObject_SetAttr(transfer.ptr(), job_attribute, job.ptr()) != 0 ||
@@ -156,7 +157,7 @@ std::uint64_t begin_transfer(nb::handle transfer, nb::handle job) {
     return nb::cast<std::uint64_t>(token);
 }
 
-// Adds the transfers in progress whose job is over to `transfers_ended`. Returns whether that has any.
+// Adds the transfers in progress whose job is over to `transfers_ended`. Returns whether that dict has any transfers.
 bool collect_ended() {
     for (const std::uint64_t token : ended_jobs->take()) {
         const nb::object key = nb::cast(token);
@@ -169,7 +170,8 @@ bool collect_ended() {
     return PyDict_Size(transfers_ended) != 0;
 }
 
-// Closes a file without the GIL, whichever thread drops it last.
+// Deletes a File. Releases the GIL if the calling thread has it, because the close of the descriptor may block. Any
+// thread may drop the last reference.
 struct FileDeleter {
     void operator()(File* file) const noexcept {
         std::optional<GilRelease> release;
@@ -217,13 +219,15 @@ bool wait_for(Completion& completion, std::int64_t timeout_us) {
                               [&](std::chrono::nanoseconds slice) { return completion.wait(slice); });
 }
 
-// Returns the result of a function of a job. While the job runs, a worker may have its lock during a system call, which
-// perhaps another thread of this process serves (FUSE). That thread needs the GIL.
+// Calls a function of a job and returns its result. Releases the GIL while the job runs, because the function may wait
+// for a worker that holds the job's lock during a system call. A FUSE thread of this process may serve that call, and
+// may need the GIL.
 template <typename Function> auto query(Job& job, const Function& function) {
     return job.is_over() ? function() : without_gil(function);
 }
 
-// The engine of Python, whose threads end without the GIL: perhaps they wait for a thread that needs it.
+// The engine object of Python. Its destructor releases the GIL and closes the engine, because the worker threads may
+// wait for a thread that needs the GIL.
 struct ClosingEngine {
     ClosingEngine(const Tuning& tuning, int node) : engine(tuning, node) {}
     ClosingEngine(const ClosingEngine&) = delete;
@@ -245,7 +249,7 @@ struct HostMemory {
     HostMemory(const HostMemory&) = delete;
     HostMemory& operator=(const HostMemory&) = delete;
     ~HostMemory() { release(); }
-    // Releases the memory once, also if the exporter runs code that calls this function again.
+    // Releases the memory once, even if code of the exporter calls this function again meanwhile.
     void release() {
         Py_buffer released = view;
         view.obj = nullptr;
@@ -254,9 +258,9 @@ struct HostMemory {
     Py_buffer view{};
 };
 
-// Unpacks extents from rows of four numbers: (file index, offset, address, length). Python passes them as a flat list
-// of int, or as a buffer of numbers of 8 bytes, so that thousands of ranges need no Python objects.
-std::vector<Extent> extents_of(nb::handle flat, std::size_t files_count) {
+// Unpacks extents from rows of four numbers: (file index, offset, address, length). Python passes the rows as a flat
+// list of int. For thousands of ranges, it passes a buffer of 8-byte numbers, which needs no Python object per number.
+std::vector<Extent> unpack_extents(nb::handle flat, std::size_t files_count) {
     struct Row {
         std::uint64_t file_index;
         std::uint64_t offset;
@@ -295,9 +299,9 @@ std::vector<Extent> extents_of(nb::handle flat, std::size_t files_count) {
     return extents;
 }
 
-// Converts a list of files. Each is a path (bytes), which the job opens and closes, or an OpenFile, of which a use is
-// added to `uses`.
-std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags, std::vector<PythonUse>& uses) {
+// Converts a list of files. Each item is a path (bytes), which the job opens and closes, or an OpenFile, for which this
+// function adds a use to `uses`.
+std::vector<std::shared_ptr<File>> convert_files(const nb::list& files, int flags, std::vector<PythonUse>& uses) {
     std::vector<std::shared_ptr<File>> native_files;
     native_files.reserve(nb::len(files));
     for (const nb::handle item : files) {
@@ -312,24 +316,24 @@ std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags, st
     return native_files;
 }
 
-nb::dict dict_of(const Progress& progress) {
-    nb::dict data;
-    data["bytes"] = progress.bytes;
-    data["direct_bytes"] = progress.direct_bytes;
-    data["cancelled"] = progress.is_cancelled;
-    data["duration_s"] = std::chrono::duration<double>(progress.duration).count();
-    data["direct_refusal"] = progress.direct_refusal;
-    data["failed_extent"] = progress.failed_extent;
+nb::dict make_progress_dict(const Progress& progress) {
+    nb::dict fields;
+    fields["bytes"] = progress.bytes;
+    fields["direct_bytes"] = progress.direct_bytes;
+    fields["cancelled"] = progress.is_cancelled;
+    fields["duration_s"] = std::chrono::duration<double>(progress.duration).count();
+    fields["direct_refusal"] = progress.direct_refusal;
+    fields["failed_extent"] = progress.failed_extent;
     if (progress.failure) {
-        data["failure"] = failure_tuple(*progress.failure);
+        fields["failure"] = make_failure_tuple(*progress.failure);
     } else {
-        data["failure"] = nb::none();
+        fields["failure"] = nb::none();
     }
-    return data;
+    return fields;
 }
 
 void bind_jobs(nb::module_& module) {
-    nb::class_<PythonUse>(module, "FileUse", "A use of a file, until the end of the block or of this object.")
+    nb::class_<PythonUse>(module, "FileUse", "A use of a file, which ends with its `with` block or with this object.")
         .def("__enter__", [](PythonUse& self) { return self.file(); })
         .def(
             "__exit__", [](PythonUse& self, nb::handle, nb::handle, nb::handle) { self.end(); }, "error_class"_a.none(),
@@ -339,7 +343,7 @@ void bind_jobs(nb::module_& module) {
         .def_static("open", &open_file, "path"_a, "flags"_a, "mode"_a, "folder"_a = AT_FDCWD)
         .def(
             "begin_use", [](const std::shared_ptr<File>& self) { return PythonUse(self); },
-            "Return a use of the file, for whose end close() waits. Raise FileClosed if the file is closed.")
+            "Return a use of the file. close() waits for its end. Raise FileClosed if the file is closed.")
         .def(
             "close",
             [](const std::shared_ptr<File>& self, nb::handle end_transfers, bool waits) {
@@ -348,9 +352,9 @@ void bind_jobs(nb::module_& module) {
                 }
                 const PythonThread thread(self);
                 const std::chrono::nanoseconds limit = waits ? no_limit : std::chrono::nanoseconds(0);
-                const bool is_begun =
+                const bool has_begun_close =
                     wait_interruptibly(limit, [&](auto timeout) { return self->begin_close(timeout); });
-                const FileClosing closing(*self, is_begun);
+                const FileClosing closing(*self, has_begun_close);
                 wait_interruptibly(limit, [&](auto timeout) { return self->wait_for_uses(timeout); });
                 if (!end_transfers.is_none() && !nb::steal(call_python(end_transfers.ptr())).is_valid()) {
                     throw nb::python_error();
@@ -358,10 +362,11 @@ void bind_jobs(nb::module_& module) {
                 without_gil([&] { self->close(); });
             },
             "end_transfers"_a.none() = nb::none(), "waits"_a = true,
-            "Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors. Without "
-            "a wait, the last use closes them. Raise EngineError (EDEADLK) if the calling thread uses the file.")
+            "Refuse further uses, wait until there are no uses, call `end_transfers`, and close the descriptors. If "
+            "`waits` is not set, do not wait; the last use closes the descriptors. Raise EngineError (EDEADLK) if the "
+            "calling thread uses the file.")
         .def_prop_ro("closed", &File::is_closed)
-        .def("fileno", &File::fd, "Return the descriptor, which this object owns; -1 if the file was closed.")
+        .def("fileno", &File::fd, "Return the descriptor, which this object owns, or -1 if the file is closed.")
         .def("replace_after_fork", &File::replace_after_fork,
              "Return a file with the same descriptor, for a forked child.")
         .def(
@@ -391,14 +396,14 @@ void bind_jobs(nb::module_& module) {
              nb::kw_only(), "has_event"_a)
         .def("take", &CompletionQueue::take)
         .def("fileno", &CompletionQueue::event_fd);
-    nb::class_<Completion>(module, "Completion", "The end of a job of Python code.")
+    nb::class_<Completion>(module, "Completion", "The end of a job that Python code runs itself.")
         .def(nb::init<>())
         .def(
             "wait", [](Completion& self, std::int64_t timeout_us) { return wait_for(self, timeout_us); },
             "timeout_us"_a = -1)
         .def("is_over", &Completion::is_over)
         .def("notify", &Completion::notify, "queue"_a, "token"_a,
-             "Add the token to the queue when the job is over; at once if it is over already.")
+             "Add the token to the queue when the job is over, or at once if the job is already over.")
         .def("end", &Completion::end);
     nb::class_<Job>(module, "Job", "The transfer of the ranges of one call.")
         .def(
@@ -407,8 +412,8 @@ void bind_jobs(nb::module_& module) {
         .def("is_over", &Job::is_over)
         .def("cancel", &Job::cancel, nb::call_guard<GilRelease>())
         .def("notify", &Job::notify, "queue"_a, "token"_a,
-             "Add the token to the queue when the job is over; at once if it is over already.")
-        .def("progress", [](Job& self) { return dict_of(query(self, [&] { return self.progress(); })); })
+             "Add the token to the queue when the job is over, or at once if the job is already over.")
+        .def("progress", [](Job& self) { return make_progress_dict(query(self, [&] { return self.progress(); })); })
         .def(
             "arrived", [](Job& self) { return query(self, [&] { return self.arrived_bytes(); }); },
             "Return for each extent the number of bytes that arrived from its beginning without a gap.");
@@ -446,11 +451,11 @@ void bind_engine(nb::module_& module) {
             "submit",
             [](ClosingEngine& self, bool write, int access, int device, const nb::list& files, nb::handle flat_extents,
                int flags, bool durable, nb::handle transfer) {
-                std::vector<Extent> extents = extents_of(flat_extents, nb::len(files));
-                std::vector<PythonUse> uses; // Until the job has uses of its own.
+                std::vector<Extent> extents = unpack_extents(flat_extents, nb::len(files));
+                std::vector<PythonUse> uses; // They keep the files open until the job has its own uses.
                 Engine& engine = self.engine;
                 auto job = std::make_shared<Job>(write ? Direction::write : Direction::read,
-                                                 static_cast<Access>(access), device, files_of(files, flags, uses),
+                                                 static_cast<Access>(access), device, convert_files(files, flags, uses),
                                                  std::move(extents), engine.tuning(), write && durable);
                 nb::object job_object = nb::cast(job);
                 try {
@@ -469,7 +474,7 @@ void bind_engine(nb::module_& module) {
             "write"_a, "access"_a, "device"_a, "files"_a, "extents"_a, "flags"_a, "durable"_a, "transfer"_a.none(),
             nb::sig("def submit(self, write: bool, access: int, device: int, files: list, extents: object, flags: int, "
                     "durable: bool, transfer: object) -> Job"),
-            "Queue a job and return it. A transfer gets it as its `job`, and is in `in_progress` from then on.")
+            "Queue a job and return it. Store it in the `job` of the transfer, and the transfer in `in_progress`.")
         .def(
             "transfer_small",
             [](ClosingEngine& self, bool write, std::shared_ptr<File> file, std::uint64_t offset, std::uint64_t address,
@@ -491,7 +496,7 @@ void bind_engine(nb::module_& module) {
                     raise_closed(0);
                 }
                 return nb::make_tuple(result->bytes,
-                                      result->failure ? nb::object(failure_tuple(*result->failure)) : nb::none());
+                                      result->failure ? nb::object(make_failure_tuple(*result->failure)) : nb::none());
             },
             "write"_a, "file"_a, "offset"_a, "address"_a, "length"_a, "device"_a)
         .def(
@@ -505,9 +510,11 @@ void bind_engine(nb::module_& module) {
                 without_gil([&] { self.engine.close(); });
                 return true;
             },
-            "Refuse further jobs, wait for the queued ones, end the threads and free the memory. Return False, and do "
-            "nothing, in the child of a signal handler that forks.");
-    nb::class_<HostMemory>(module, "HostMemory", "A contiguous host buffer, which stays exported until release().")
+            "Refuse further jobs, wait for the queued jobs, end the threads and free the memory. In a child process "
+            "that a signal handler has forked, do nothing and return False.");
+    nb::class_<HostMemory>(
+        module, "HostMemory",
+        "The memory of a contiguous host buffer. The buffer cannot be freed or resized until release().")
         .def(
             "__init__",
             [](HostMemory* self, nb::handle object, bool writable) {
@@ -547,7 +554,7 @@ NB_MODULE(_engine, module) {
     ge::job_attribute = PyUnicode_InternFromString("job");
     ge::token_attribute = PyUnicode_InternFromString("token");
     module.def("collect_ended", &ge::collect_ended,
-               "Add the transfers of `in_progress` whose job is over to `ended`. Return whether `ended` has any.");
+               "Add the transfers of `in_progress` whose job is over to `ended`. Return whether `ended` is not empty.");
     module.def(
         "start",
         [](nb::handle transfer, nb::handle job, const nb::callable& function, nb::handle argument) {
@@ -564,8 +571,8 @@ NB_MODULE(_engine, module) {
             return std::pair(residency.cached_pages, residency.pages);
         },
         "fd"_a, "offset"_a, "length"_a, "Return the number of cached pages of a range, and the number of its pages.");
-    // Adds a reference that is never dropped. A child of fork calls this for an object whose resources belong to the
-    // parent, so that the child never destroys the object.
+    // keep_forever adds a reference that is never dropped. A forked child calls it for an object whose resources belong
+    // to the parent, so that the child never destroys the object.
     module.def(
         "keep_forever",
         [](nb::handle object) {
@@ -575,7 +582,7 @@ NB_MODULE(_engine, module) {
         "object"_a);
     module.def(
         "ignore_leaks", [] { nb::set_leak_warnings(false); },
-        "Report no objects that still exist at the end of the interpreter.");
+        "Do not report the objects that still exist when the interpreter ends.");
     module.def(
         "totals", [] { return std::pair(ge::totals.transfers_count.load(), ge::totals.arrived_bytes.load()); },
         "Return the number of transfers of this process that are over, and the number of bytes that they moved.");

@@ -1,4 +1,4 @@
-// NUMA nodes, from the files of sysfs and by mbind(2).
+// How the copy engine reads the NUMA topology from sysfs, and sets the preferred node of memory with mbind(2).
 #include "engine/numa.hpp"
 
 #include <sys/syscall.h>
@@ -16,7 +16,7 @@ constexpr int mpol_preferred = 1; // linux/mempolicy.h
 constexpr int nodes_max = 1024;
 constexpr int bits_per_long = 8 * sizeof(unsigned long);
 
-std::string first_line(const std::string& path) {
+std::string read_first_line(const std::string& path) {
     std::ifstream file(path);
     std::string line;
     std::getline(file, line);
@@ -26,14 +26,14 @@ std::string first_line(const std::string& path) {
 } // namespace
 
 int node_of_device(const std::string& bus_id, const std::string& sysfs) {
-    if (first_line(sysfs + "/devices/system/node/online").find_first_of(",-") == std::string::npos) {
+    if (read_first_line(sysfs + "/devices/system/node/online").find_first_of(",-") == std::string::npos) {
         return -1;
     }
     std::string name;
     for (const char character : bus_id) {
         name += static_cast<char>(std::tolower(static_cast<unsigned char>(character)));
     }
-    const std::string node = first_line(sysfs + "/bus/pci/devices/" + name + "/numa_node");
+    const std::string node = read_first_line(sysfs + "/bus/pci/devices/" + name + "/numa_node");
     return node.empty() ? -1 : std::atoi(node.c_str());
 }
 
@@ -43,8 +43,9 @@ bool cpus_of_node(int node, cpu_set_t& cpus, const std::string& sysfs) {
         return false;
     }
     CPU_ZERO(&cpus);
-    std::istringstream list(first_line(sysfs + "/devices/system/node/node" + std::to_string(node) + "/cpulist"));
-    for (std::string cpu_range; std::getline(list, cpu_range, ',');) {
+    std::istringstream cpu_ranges(
+        read_first_line(sysfs + "/devices/system/node/node" + std::to_string(node) + "/cpulist"));
+    for (std::string cpu_range; std::getline(cpu_ranges, cpu_range, ',');) {
         const int first = std::atoi(cpu_range.c_str());
         const std::size_t dash = cpu_range.find('-');
         const int last = dash == std::string::npos ? first : std::atoi(cpu_range.c_str() + dash + 1);
@@ -63,7 +64,7 @@ void prefer_node(void* mapping, std::size_t length, int node) noexcept {
     }
     unsigned long mask[nodes_max / bits_per_long] = {};
     mask[node / bits_per_long] = 1UL << (node % bits_per_long);
-    // A failure is ignored: the kernel then takes memory from the node of the thread that touches it first.
+    // A failure is ignored: the kernel then takes each page from the node of the thread that touches the page first.
     static_cast<void>(syscall(SYS_mbind, mapping, length, mpol_preferred, mask, nodes_max, 0));
 }
 

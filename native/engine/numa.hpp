@@ -16,7 +16,7 @@ int node_of_device(const std::string& bus_id, const std::string& sysfs = "/sys")
 // -1.
 bool cpus_of_node(int node, cpu_set_t& cpus, const std::string& sysfs = "/sys");
 
-// Asks the kernel to take the pages of a mapping from this node if it has free pages. -1 means any node.
+// Asks the kernel to take the pages of a mapping from this node if the node has free pages. -1 means any node.
 void prefer_node(void* mapping, std::size_t length, int node) noexcept;
 
 } // namespace gdrkit::engine

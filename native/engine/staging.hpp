@@ -7,6 +7,7 @@
 
 namespace gdrkit::engine {
 
+// One mapping of host memory.
 class Staging {
 public:
     // `node` is the NUMA node of the pages, -1 for any. Throws Error (ENOMEM).

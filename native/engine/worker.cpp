@@ -15,9 +15,9 @@ std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
     return (value + alignment - 1) & ~(alignment - 1);
 }
 
-// Joins parts that are contiguous both in one allocation of the device and in the staging memory, and calls
-// copy(address, staging offset, length) for each such run. Two allocations may follow each other directly, but the
-// driver refuses a copy to both. `length_of` returns the number of bytes of a part to copy.
+// Joins parts that are contiguous both in the device memory and in the staging memory, and calls copy(address, staging
+// offset, length) for each such run. A run ends at the end of its device allocation, because the driver refuses a copy
+// to two allocations, even if one follows the other directly. `length_of` returns how many bytes of a part to copy.
 template <typename LengthOf, typename Copy>
 void for_each_run(const Chunk& chunk, const CopyStream& stream, const LengthOf& length_of, const Copy& copy) {
     std::uint64_t address = 0;
@@ -75,49 +75,50 @@ void Worker::run() {
             while (coalesced_copies_.complete_oldest(false)) {
             }
         }
-        const TakeResult taken = take(chunk);
-        if (taken == TakeResult::chunk && chunk.copy) {
+        const TakeResult take_result = take(chunk);
+        if (take_result == TakeResult::chunk && chunk.copy) {
             coalesced_copies_.fill(chunk);
             chunk.copy.reset();
             current_stream_ = nullptr;
-        } else if (taken == TakeResult::chunk && chunk.opens_coalesced_copy) {
+        } else if (take_result == TakeResult::chunk && chunk.opens_coalesced_copy) {
             open_coalesced(chunk);
-        } else if (taken == TakeResult::chunk) {
+        } else if (take_result == TakeResult::chunk) {
             const Buffer& newest = buffers_[(next_buffer_ + buffers_.size() - 1) % buffers_.size()];
-            while (pending_count_ != 0 && (fills_slab(chunk) || fills_slab(newest.chunk))) {
+            while (pending_buffers_count_ != 0 && (fills_slab(chunk) || fills_slab(newest.chunk))) {
                 complete_oldest();
             }
             start(next_buffer_, chunk);
-        } else if (!complete_oldest() && !complete_coalesced() && taken == TakeResult::nothing) {
+        } else if (!complete_oldest() && !complete_coalesced() && take_result == TakeResult::nothing) {
             return;
         }
     }
 }
 
-// Takes the next work. A worker that just read from disk still holds its reservation, so it takes the next chunk of the
-// same job. It wakes another worker only if it does not take that chunk. So the same few threads do all reads, and no
-// read waits until a thread wakes up. If all threads took turns, their staging memory would not fit into the processor
+// Takes the next work. A worker that has just read from disk still holds its reservation, so it takes the next chunk of
+// the same job if there is one. Otherwise it wakes another worker. So the same few threads do all reads, and no read
+// waits until a thread wakes up. If all threads took turns, their staging memory would not fit into the processor
 // caches.
 TakeResult Worker::take(Chunk& chunk) {
     if (reserved_job_) {
         const std::shared_ptr<Job> job = std::move(reserved_job_);
         reserved_job_.reset();
         job->release_reservation();
-        const TakeResult taken = dispatcher_.next(chunk, false);
-        if (taken == TakeResult::chunk && !chunk.copy && chunk.holds_reservation && chunk.job == job) {
-            return taken;
+        const TakeResult take_result = dispatcher_.take_work(chunk, false);
+        if (take_result == TakeResult::chunk && !chunk.copy && chunk.holds_reservation && chunk.job == job) {
+            return take_result;
         }
         dispatcher_.wake_another_worker();
-        if (taken != TakeResult::busy || !is_idle()) {
-            return taken;
+        if (take_result != TakeResult::busy || !is_idle()) {
+            return take_result;
         }
     }
-    return dispatcher_.next(chunk, is_idle());
+    return dispatcher_.take_work(chunk, is_idle());
 }
 
 // Returns whether this worker has nothing to complete, so that it may sleep until there is new work.
 bool Worker::is_idle() const noexcept {
-    return pending_count_ == 0 && (coalesced_copies_.is_copy_opening() || !coalesced_copies_.is_any_submitted());
+    return pending_buffers_count_ == 0 &&
+           (coalesced_copies_.is_copy_opening() || !coalesced_copies_.is_any_submitted());
 }
 
 void Worker::open_coalesced(Chunk& chunk) {
@@ -179,7 +180,7 @@ Worker::Run Worker::find_run_at(const Chunk& chunk, std::size_t first) {
 
 // Divides the bytes that one read or write has moved among the parts of its run. Reports a failure for the first part
 // that is not complete. Returns false if the run failed.
-bool Worker::share_result(Chunk& chunk, std::size_t first, const Run& run, const IoResult& result) {
+bool Worker::distribute_result(Chunk& chunk, std::size_t first, const Run& run, const IoResult& result) {
     std::uint64_t bytes = result.bytes;
     bool is_reported = !result.failure;
     for (std::size_t index = first; index < first + run.parts_count; ++index) {
@@ -194,15 +195,15 @@ bool Worker::share_result(Chunk& chunk, std::size_t first, const Run& run, const
     return !result.failure;
 }
 
-// Returns whether the I/O of a part, and of the neighbours after it up to `length`, is to bypass the page cache.
+// Returns whether the I/O of a run should bypass the page cache. The run begins with `part` and has `length` bytes.
 bool Worker::wants_direct(const Chunk& chunk, const Part& part, std::uint64_t length) {
     const Extent& extent = chunk.job->extent(part);
     const Access access = chunk.job->access();
     if (chunk.is_direct || access == Access::buffered) {
         return chunk.is_direct;
     }
-    // Job::take decided for each chunk of a long extent (chunk.is_direct). Only a part that is a complete short extent
-    // is decided here.
+    // For the chunks of a long extent, Job::take has decided, and set chunk.is_direct. Only parts that are complete
+    // short extents are decided here.
     if (part.length != extent.length) {
         return false;
     }
@@ -227,19 +228,20 @@ bool Worker::wants_direct(const Chunk& chunk, const Part& part, std::uint64_t le
 // Sets the position of each part in the staging memory. Throws Error if a file cannot be opened.
 void Worker::assign_staging_offsets(Chunk& chunk) {
     std::uint64_t staging_offset = 0;
-    std::uint64_t slack_left = slack_bytes;
+    std::uint64_t slack_left_bytes = slack_bytes;
     for (std::size_t first = 0; first < chunk.parts.size();) {
         const Run run = find_run_at(chunk, first);
-        const Part& begin = chunk.parts[first];
-        const File& file = chunk.job->file(begin);
-        const bool is_candidate = 2 * file.alignment_bytes() <= slack_left && wants_direct(chunk, begin, run.length);
+        const Part& first_part = chunk.parts[first];
+        const File& file = chunk.job->file(first_part);
+        const bool is_candidate =
+            2 * file.alignment_bytes() <= slack_left_bytes && wants_direct(chunk, first_part, run.length);
         // wants_direct() may have opened the file with O_DIRECT, which sets its real alignment.
         const std::uint64_t alignment = file.alignment_bytes();
-        const bool is_direct = is_candidate && 2 * alignment <= slack_left;
+        const bool is_direct = is_candidate && 2 * alignment <= slack_left_bytes;
         if (is_direct) {
-            slack_left -= 2 * alignment;
+            slack_left_bytes -= 2 * alignment;
             staging_offset = align_up(staging_offset, alignment) +
-                             leading_bytes(file, chunk.job->extent(begin).offset + begin.extent_offset);
+                             leading_bytes(file, chunk.job->extent(first_part).offset + first_part.extent_offset);
         }
         for (std::size_t index = first; index < first + run.parts_count; ++index) {
             chunk.parts[index].is_direct = is_direct;
@@ -295,7 +297,7 @@ void Worker::start(std::size_t buffer_index, Chunk& chunk) {
         return;
     }
     buffer.is_pending = true;
-    ++pending_count_;
+    ++pending_buffers_count_;
     next_buffer_ = (buffer_index + 1) % buffers_.size();
 }
 
@@ -312,7 +314,7 @@ void Worker::start_read(std::size_t buffer_index, CopyStream& stream) {
             result.failure = error.failure();
         }
         buffer.direct_bytes += result.used_direct ? result.bytes : 0;
-        if (!share_result(chunk, first, run, result)) {
+        if (!distribute_result(chunk, first, run, result)) {
             break;
         }
         first += run.parts_count;
@@ -339,11 +341,11 @@ void Worker::start_write(std::size_t buffer_index, CopyStream& stream) {
 }
 
 bool Worker::complete_oldest() {
-    if (pending_count_ == 0) {
+    if (pending_buffers_count_ == 0) {
         return false;
     }
     const std::size_t count = buffers_.size();
-    complete((next_buffer_ + count - pending_count_) % count);
+    complete((next_buffer_ + count - pending_buffers_count_) % count);
     return true;
 }
 
@@ -351,7 +353,7 @@ void Worker::complete(std::size_t buffer_index) {
     Buffer& buffer = buffers_[buffer_index];
     Chunk& chunk = buffer.chunk;
     buffer.is_pending = false;
-    --pending_count_;
+    --pending_buffers_count_;
     try {
         if (current_stream_ != buffer.stream) {
             buffer.stream->make_current();
@@ -381,7 +383,7 @@ std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
             result.failure = error.failure();
         }
         direct_bytes += result.used_direct ? result.bytes : 0;
-        if (!share_result(chunk, first, run, result)) {
+        if (!distribute_result(chunk, first, run, result)) {
             break;
         }
         first += run.parts_count;
@@ -406,8 +408,8 @@ void Worker::move_host_chunk(Chunk& chunk) {
             const std::uint64_t alignment_bits = offset | part.length | reinterpret_cast<std::uintptr_t>(memory);
             bool is_staged = part.is_direct && (alignment_bits & (file.alignment_bytes() - 1)) != 0;
             if (is_staged && 2 * file.alignment_bytes() > slack_bytes) {
-                is_staged = part.is_direct =
-                    false; // The partial blocks would overlap the next worker's staging memory.
+                // The partial blocks would overlap the next worker's staging memory.
+                is_staged = part.is_direct = false;
             }
             std::byte* const base = is_staged ? slab_ : memory;
             part.staging_offset = is_staged ? leading_bytes(file, offset) : 0;

@@ -18,10 +18,10 @@ namespace gdrkit::engine {
 class Dispatcher {
 public:
     // Takes work for the calling worker. Waits for work if `may_wait` is set.
-    virtual TakeResult next(Chunk& chunk, bool may_wait) = 0;
-    // Wakes another worker, because there may be work that it can do.
+    virtual TakeResult take_work(Chunk& chunk, bool may_wait) = 0;
+    // Wakes another worker. A worker calls this when it has made work available that it may not take itself.
     virtual void wake_another_worker() = 0;
-    // Lets other workers fill a coalesced copy, and open the next one. A null copy means that the open has failed.
+    // Lets other workers fill a coalesced copy, and open the next copy. `copy` is null if the open has failed.
     virtual void publish(std::shared_ptr<CoalescedCopy> copy) = 0;
 
 protected:
@@ -48,7 +48,7 @@ private:
         bool is_pending = false;
     };
 
-    // Parts of a chunk that follow each other in one file.
+    // Consecutive parts of a chunk that also follow each other in one file.
     struct Run {
         std::size_t parts_count;
         std::uint64_t length;
@@ -73,9 +73,10 @@ private:
     CopyStream& stream_of(int device);
     void assign_staging_offsets(Chunk& chunk);
     static Run find_run_at(const Chunk& chunk, std::size_t first);
-    static bool share_result(Chunk& chunk, std::size_t first, const Run& run, const IoResult& result);
+    static bool distribute_result(Chunk& chunk, std::size_t first, const Run& run, const IoResult& result);
     bool wants_direct(const Chunk& chunk, const Part& part, std::uint64_t length);
-    // Read and write the range of a part, and of the neighbours after it up to `length`.
+    // read_run() and write_run() move `length` bytes of the file: a part and the parts that follow it in its run.
+    // `base` is the begin of the staging memory.
     IoResult read_run(const Chunk& chunk, const Part& part, std::uint64_t length, std::byte* base);
     IoResult write_run(const Chunk& chunk, const Part& part, std::uint64_t length, const std::byte* base);
     std::uint64_t write_parts(Chunk& chunk, const std::byte* base);
@@ -92,9 +93,10 @@ private:
     std::byte* const slab_;
     const Tuning tuning_;
     std::vector<Buffer> buffers_;
-    // Index of the buffer for the next chunk. The buffers are a ring, and the pending buffers precede this one.
+    // Index of the buffer for the next chunk. The buffers form a ring, in which the pending buffers precede this
+    // buffer.
     std::size_t next_buffer_ = 0;
-    std::size_t pending_count_ = 0; // Number of pending buffers.
+    std::size_t pending_buffers_count_ = 0;
     // The job of the last read from a disk, whose reservation this worker still has.
     std::shared_ptr<Job> reserved_job_;
     CopyStream* current_stream_ = nullptr; // The stream whose context is current on this thread, or null if unknown.

@@ -1,4 +1,4 @@
-// CRC32C in three ways: by tables, by the CRC instruction, and by carry-less multiplication ("folding").
+// CRC32C by three methods: tables, the CRC instruction, and carry-less multiplication ("folding").
 #include "storage/crc32c.hpp"
 
 #include <array>
@@ -53,7 +53,7 @@ constexpr std::uint32_t multiply(std::uint32_t left, std::uint32_t right) noexce
 }
 
 // Returns the polynomial x^(8 * bytes) modulo the polynomial of CRC32C, by repeated squaring.
-constexpr std::uint32_t x_to_the_bytes(std::uint64_t bytes) noexcept {
+constexpr std::uint32_t power_of_x_for_bytes(std::uint64_t bytes) noexcept {
     std::uint32_t power = 1U << 30; // x
     power = multiply(power, power);
     power = multiply(power, power);
@@ -68,15 +68,16 @@ constexpr std::uint32_t x_to_the_bytes(std::uint64_t bytes) noexcept {
     return product;
 }
 
-// The CRC instruction has a latency of three cycles and a throughput of one per cycle. So three strides of this size
-// are processed at the same time, and their CRCs are combined. Three strides are a few bytes less than a page.
+// The CRC instruction has a latency of three cycles, and one can start in every cycle. So crc_by_instruction()
+// processes three strides of this size at the same time, and combines their CRCs. Three strides are a few bytes less
+// than a page.
 constexpr std::size_t stride_bytes = 1360;
 
 using ShiftTables = std::array<std::array<std::uint32_t, 256>, 4>;
 
 constexpr ShiftTables make_shift_tables() {
     ShiftTables shift{};
-    const std::uint32_t power = x_to_the_bytes(stride_bytes);
+    const std::uint32_t power = power_of_x_for_bytes(stride_bytes);
     for (std::size_t slice = 0; slice < 4; ++slice) {
         for (std::uint32_t bit = 0; bit < 8; ++bit) {
             const std::uint32_t shifted_bit = multiply(power, 1U << (8 * slice + bit));
@@ -90,13 +91,13 @@ constexpr ShiftTables make_shift_tables() {
 
 constexpr ShiftTables shift_tables = make_shift_tables();
 
-// Returns the CRC after one more stride of zeros. `value` is the CRC before it.
+// Returns the CRC of some bytes followed by one stride of zeros. `value` is the CRC of the bytes.
 inline std::uint32_t shift_by_stride(std::uint32_t value) noexcept {
     return shift_tables[0][value & 255] ^ shift_tables[1][value >> 8 & 255] ^ shift_tables[2][value >> 16 & 255] ^
            shift_tables[3][value >> 24];
 }
 
-std::uint64_t word_at(const unsigned char* bytes) noexcept {
+std::uint64_t load_word(const unsigned char* bytes) noexcept {
     std::uint64_t word;
     std::memcpy(&word, bytes, sizeof word);
     return word;
@@ -105,23 +106,23 @@ std::uint64_t word_at(const unsigned char* bytes) noexcept {
 #ifdef GDRKIT_CRC_TARGET
 
 #if defined(__x86_64__)
-bool has_instruction() noexcept {
+bool has_crc_instruction() noexcept {
     return __builtin_cpu_supports("sse4.2");
 }
-GDRKIT_CRC_TARGET inline std::uint32_t step8(std::uint32_t value, std::uint64_t word) noexcept {
+GDRKIT_CRC_TARGET inline std::uint32_t crc_step_8_bytes(std::uint32_t value, std::uint64_t word) noexcept {
     return static_cast<std::uint32_t>(_mm_crc32_u64(value, word));
 }
-GDRKIT_CRC_TARGET inline std::uint32_t step1(std::uint32_t value, unsigned char byte) noexcept {
+GDRKIT_CRC_TARGET inline std::uint32_t crc_step_1_byte(std::uint32_t value, unsigned char byte) noexcept {
     return _mm_crc32_u8(value, byte);
 }
 #else
-bool has_instruction() noexcept {
+bool has_crc_instruction() noexcept {
     return (getauxval(AT_HWCAP) & (1UL << 7)) != 0; // HWCAP_CRC32
 }
-GDRKIT_CRC_TARGET inline std::uint32_t step8(std::uint32_t value, std::uint64_t word) noexcept {
+GDRKIT_CRC_TARGET inline std::uint32_t crc_step_8_bytes(std::uint32_t value, std::uint64_t word) noexcept {
     return __crc32cd(value, word);
 }
-GDRKIT_CRC_TARGET inline std::uint32_t step1(std::uint32_t value, unsigned char byte) noexcept {
+GDRKIT_CRC_TARGET inline std::uint32_t crc_step_1_byte(std::uint32_t value, unsigned char byte) noexcept {
     return __crc32cb(value, byte);
 }
 #endif
@@ -131,18 +132,18 @@ GDRKIT_CRC_TARGET std::uint32_t crc_by_instruction(const unsigned char* bytes, s
                                                    std::uint32_t value) noexcept {
     for (; size >= 3 * stride_bytes; bytes += 3 * stride_bytes, size -= 3 * stride_bytes) {
         std::uint32_t second = 0, third = 0;
-        for (std::size_t at = 0; at < stride_bytes; at += 8) {
-            value = step8(value, word_at(bytes + at));
-            second = step8(second, word_at(bytes + stride_bytes + at));
-            third = step8(third, word_at(bytes + 2 * stride_bytes + at));
+        for (std::size_t offset = 0; offset < stride_bytes; offset += 8) {
+            value = crc_step_8_bytes(value, load_word(bytes + offset));
+            second = crc_step_8_bytes(second, load_word(bytes + stride_bytes + offset));
+            third = crc_step_8_bytes(third, load_word(bytes + 2 * stride_bytes + offset));
         }
         value = shift_by_stride(shift_by_stride(value) ^ second) ^ third;
     }
     for (; size >= 8; bytes += 8, size -= 8) {
-        value = step8(value, word_at(bytes));
+        value = crc_step_8_bytes(value, load_word(bytes));
     }
     for (; size != 0; ++bytes, --size) {
-        value = step1(value, *bytes);
+        value = crc_step_1_byte(value, *bytes);
     }
     return value;
 }
@@ -151,10 +152,10 @@ GDRKIT_CRC_TARGET std::uint32_t crc_by_instruction(const unsigned char* bytes, s
 GDRKIT_CRC_TARGET void crc_three_chunks(const unsigned char* bytes, std::size_t chunk_bytes,
                                         std::uint32_t* values) noexcept {
     std::uint32_t first = ~0U, second = ~0U, third = ~0U;
-    for (std::size_t at = 0; at < chunk_bytes; at += 8) {
-        first = step8(first, word_at(bytes + at));
-        second = step8(second, word_at(bytes + chunk_bytes + at));
-        third = step8(third, word_at(bytes + 2 * chunk_bytes + at));
+    for (std::size_t offset = 0; offset < chunk_bytes; offset += 8) {
+        first = crc_step_8_bytes(first, load_word(bytes + offset));
+        second = crc_step_8_bytes(second, load_word(bytes + chunk_bytes + offset));
+        third = crc_step_8_bytes(third, load_word(bytes + 2 * chunk_bytes + offset));
     }
     values[0] = ~first;
     values[1] = ~second;
@@ -163,7 +164,7 @@ GDRKIT_CRC_TARGET void crc_three_chunks(const unsigned char* bytes, std::size_t 
 
 #else
 
-bool has_instruction() noexcept {
+bool has_crc_instruction() noexcept {
     return false;
 }
 std::uint32_t crc_by_instruction(const unsigned char*, std::size_t, std::uint32_t value) noexcept {
@@ -173,11 +174,11 @@ void crc_three_chunks(const unsigned char*, std::size_t, std::uint32_t*) noexcep
 
 #endif
 
-const bool use_instruction = has_instruction();
+const bool use_crc_instruction = has_crc_instruction();
 
-// Folding needs a processor with vector carry-less multiplication (four products at a time). Each 256 bytes are folded
-// into the next 256 bytes. The last 256 bytes then have the CRC of all bytes. Folding is twice as fast as the CRC
-// instruction.
+// Folding combines each 256 bytes with the next 256 bytes, so that at the end the last 256 bytes have the CRC of all
+// bytes. It needs a processor with vector carry-less multiplication (four products at a time), and is twice as fast as
+// the CRC instruction.
 #if defined(__x86_64__)
 
 #define GDRKIT_FOLD_TARGET __attribute__((target("sse4.2,pclmul,avx512f,avx512vl,vpclmulqdq")))
@@ -185,18 +186,19 @@ const bool use_instruction = has_instruction();
 constexpr std::size_t fold_bytes = 256;
 constexpr std::size_t folding_min_bytes = 512; // For fewer bytes, the CRC instruction is as fast.
 
-constexpr std::uint32_t x_to_the_bits(unsigned bits) noexcept {
-    std::uint32_t power = x_to_the_bytes(bits / 8);
+constexpr std::uint32_t power_of_x_for_bits(unsigned bits) noexcept {
+    std::uint32_t power = power_of_x_for_bytes(bits / 8);
     for (unsigned bit = 0; bit < bits % 8; ++bit) {
         power = multiply(power, 1U << 30);
     }
     return power;
 }
 
-// Returns the factor that shifts 64 bits by `bits`: x to the power of `bits` - 33. The other 33 bits need no factor: a
-// multiplication of two bit-reflected words shifts by one bit, and a factor in the low half of a word by 32 bits.
+// Returns the factor that shifts 64 bits by `bits`: x to the power of `bits` - 33. The multiplication itself shifts by
+// the other 33 bits: by 1 because the words are bit-reflected, and by 32 because the factor is in the low half of a
+// word.
 constexpr std::int64_t shift_factor(unsigned bits) noexcept {
-    return x_to_the_bits(bits - 33);
+    return power_of_x_for_bits(bits - 33);
 }
 
 // Shifts each 128 bits of `block` by the factors and combines the result with `next`.
@@ -204,7 +206,7 @@ GDRKIT_FOLD_TARGET inline __m512i fold(__m512i block, __m512i factors, __m512i n
     // The low word of each 128 bits has the higher powers, so it must be shifted 64 bits further.
     const __m512i low = _mm512_clmulepi64_epi128(block, factors, 0x00);
     const __m512i high = _mm512_clmulepi64_epi128(block, factors, 0x11);
-    return _mm512_ternarylogic_epi64(low, high, next, 0x96); // Exclusive or of the three.
+    return _mm512_ternarylogic_epi64(low, high, next, 0x96); // 0x96 means the exclusive or of the three.
 }
 
 // Like crc_by_instruction. `size` is a multiple of fold_bytes and not 0.
@@ -220,9 +222,9 @@ GDRKIT_FOLD_TARGET std::uint32_t crc_by_folding(const unsigned char* bytes, std:
         parts[part] = _mm512_loadu_si512(bytes + 64 * part);
     }
     parts[0] = _mm512_xor_si512(parts[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(value))));
-    for (std::size_t at = fold_bytes; at < size; at += fold_bytes) {
+    for (std::size_t offset = fold_bytes; offset < size; offset += fold_bytes) {
         for (std::size_t part = 0; part < 4; ++part) {
-            parts[part] = fold(parts[part], far, _mm512_loadu_si512(bytes + at + 64 * part));
+            parts[part] = fold(parts[part], far, _mm512_loadu_si512(bytes + offset + 64 * part));
         }
     }
     for (std::size_t part = 1; part < 4; ++part) {
@@ -258,7 +260,8 @@ std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t 
     const auto* bytes = static_cast<const unsigned char*>(data);
     std::uint32_t value = ~initial;
     for (; size >= 8; bytes += 8, size -= 8) {
-        const std::uint64_t word = word_at(bytes) ^ value; // Little endian, which frames.hpp asserts.
+        const std::uint64_t word =
+            load_word(bytes) ^ value; // This is right for little endian, which frames.hpp asserts.
         value = 0;
         for (std::size_t slice = 0; slice < 8; ++slice) {
             value ^= tables[7 - slice][word >> (8 * slice) & 255];
@@ -271,7 +274,7 @@ std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t 
 }
 
 std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t initial) noexcept {
-    if (!use_instruction) {
+    if (!use_crc_instruction) {
         return crc32c_portable(data, size, initial);
     }
     const auto* bytes = static_cast<const unsigned char*>(data);
@@ -287,7 +290,7 @@ std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t initial) 
 
 void crc32c_chunks(const std::byte* data, std::size_t chunk_bytes, std::size_t count, std::uint32_t* values) noexcept {
     const auto* bytes = reinterpret_cast<const unsigned char*>(data);
-    if (use_instruction && !use_folding && chunk_bytes % 8 == 0) {
+    if (use_crc_instruction && !use_folding && chunk_bytes % 8 == 0) {
         for (; count >= 3; count -= 3, bytes += 3 * chunk_bytes, values += 3) {
             crc_three_chunks(bytes, chunk_bytes, values);
         }
@@ -298,7 +301,7 @@ void crc32c_chunks(const std::byte* data, std::size_t chunk_bytes, std::size_t c
 }
 
 std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second, std::uint64_t second_bytes) noexcept {
-    return multiply(first, x_to_the_bytes(second_bytes)) ^ second;
+    return multiply(first, power_of_x_for_bytes(second_bytes)) ^ second;
 }
 
 } // namespace gdrkit::storage

@@ -13,8 +13,7 @@ std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t initial =
 // Like crc32c, but always with tables. The tests compare it with crc32c.
 std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t initial = 0) noexcept;
 
-// Computes one CRC for each of `count` consecutive chunks. The CRC instruction takes three cycles, but a new one can
-// start in every cycle. So three chunks are processed at the same time.
+// Computes one CRC for each of `count` consecutive chunks, which is faster than a call of crc32c for each chunk.
 void crc32c_chunks(const std::byte* data, std::size_t chunk_bytes, std::size_t count, std::uint32_t* values) noexcept;
 
 // Returns the CRC of two consecutive byte ranges from their CRCs. `second_bytes` is the length of the second range.

@@ -1,5 +1,6 @@
-// The wire format between a client of the storage service (a usrbio agent or a StorageClient) and its server, in little
-// endian. gdrkit/storage/wire.py declares it in Python, and the tests compare both with suites/vectors.
+// The wire format between a client of the storage service (a usrbio agent or a StorageClient) and its server. All
+// numbers are little endian. gdrkit/storage/wire.py declares the same format in Python, and the tests compare both with
+// suites/vectors.
 #pragma once
 
 #include <bit>
@@ -22,8 +23,9 @@ struct FrameHeader {
     std::uint16_t version;
     std::uint16_t type;
     std::uint32_t length; // Length of the payload, in bytes.
-    std::uint32_t count;  // Operations or results; 0 in a control frame.
-    // Chosen by the client, and repeated in the control reply. 0 in an io_reply, whose results have tags instead.
+    std::uint32_t count;  // Number of operations or results. 0 in a control frame.
+    // The client chooses this number, and the control reply repeats it. It is 0 in an io_reply, whose results have
+    // tags.
     std::uint64_t sequence;
     std::uint32_t payload_crc32c;
     std::uint32_t header_crc32c; // CRC32C of the 28 bytes before it.
@@ -39,11 +41,11 @@ inline constexpr std::uint8_t forbid_holes = 1; // A read of a range that has a 
 // changes nothing.
 inline constexpr std::uint8_t checksum_given = 2;
 inline constexpr std::uint8_t checksum_wanted = 4; // The result has the CRC32C of the bytes.
-// The result has the holes of the range, and the server does not write zeros to the memory for them.
+// The result lists the holes of the range, and the server does not write zeros to the memory of the holes.
 inline constexpr std::uint8_t report_holes = 8;
 
 struct Operation {
-    std::uint64_t tag; // Chosen by the client; the result repeats it.
+    std::uint64_t tag; // The client chooses the tag, and the result repeats it.
     std::uint64_t handle;
     std::uint64_t file_offset;
     std::uint64_t length;
@@ -64,7 +66,7 @@ inline constexpr std::uint32_t checksum_valid = 1; // A flag of a result.
 // order.
 struct Result {
     std::uint64_t tag;
-    std::int64_t result; // Bytes (fewer than requested: end of file), or -errno.
+    std::int64_t result; // Number of bytes (fewer than requested at the end of the file), or -errno.
     std::uint32_t checksum;
     std::uint32_t flags;
     std::uint32_t holes; // Number of the result's HoleExtents in the frame.

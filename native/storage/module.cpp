@@ -24,28 +24,28 @@ namespace gdrkit::storage {
 
 namespace {
 
-[[noreturn]] void raise_os_error(int error_number, const std::string& text) {
-    PyErr_SetObject(PyExc_OSError, nb::make_tuple(error_number, text).ptr());
+[[noreturn]] void raise_os_error(int error_number, const std::string& message) {
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(error_number, message).ptr());
     throw nb::python_error();
 }
 
 // Runs a function without the GIL and returns its result. Native exceptions become an OSError with the errno.
 template <typename Function> auto without_gil(const Function& function) {
     int error_number = 0;
-    std::string text;
+    std::string message;
     {
         const GilRelease release;
         try {
             return function();
         } catch (const verbs::Error& error) {
             error_number = error.number();
-            text = error.what();
+            message = error.what();
         } catch (const std::system_error& error) {
             error_number = error.code().value();
-            text = error.what();
+            message = error.what();
         }
     }
-    raise_os_error(error_number, text);
+    raise_os_error(error_number, message);
 }
 
 // Raises an OSError if `status` is -errno.
@@ -55,7 +55,7 @@ void check_status(int status, const char* function_name) {
     }
 }
 
-// The memory of an object with the buffer protocol.
+// The memory of an object with the buffer protocol, exported until the destructor.
 struct Bytes {
     explicit Bytes(nb::handle object) {
         if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_SIMPLE) != 0) {
@@ -75,29 +75,29 @@ std::uint32_t checksum(nb::handle data, std::uint32_t initial) {
     return function(bytes.view.buf, static_cast<std::size_t>(bytes.view.len), initial);
 }
 
-verbs::Endpoint endpoint_of(const nb::dict& data) {
+verbs::Endpoint parse_endpoint(const nb::dict& fields) {
     verbs::Endpoint endpoint;
-    endpoint.qp_number = nb::cast<std::uint32_t>(data["qp_number"]);
-    endpoint.psn = nb::cast<std::uint32_t>(data["psn"]);
-    endpoint.lid = nb::cast<std::uint16_t>(data["lid"]);
-    endpoint.mtu_bytes = nb::cast<std::uint32_t>(data["mtu_bytes"]);
-    if (!verbs::parse_gid(nb::cast<std::string>(data["gid"]), endpoint.gid)) {
+    endpoint.qp_number = nb::cast<std::uint32_t>(fields["qp_number"]);
+    endpoint.psn = nb::cast<std::uint32_t>(fields["psn"]);
+    endpoint.lid = nb::cast<std::uint16_t>(fields["lid"]);
+    endpoint.mtu_bytes = nb::cast<std::uint32_t>(fields["mtu_bytes"]);
+    if (!verbs::parse_gid(nb::cast<std::string>(fields["gid"]), endpoint.gid)) {
         raise_os_error(EINVAL, "gid must be eight groups of four hexadecimal digits with colons between them");
     }
     return endpoint;
 }
 
-nb::dict dict_of(const verbs::Endpoint& endpoint) {
-    nb::dict data;
-    data["qp_number"] = endpoint.qp_number;
-    data["psn"] = endpoint.psn;
-    data["gid"] = verbs::format_gid(endpoint.gid);
-    data["lid"] = endpoint.lid;
-    data["mtu_bytes"] = endpoint.mtu_bytes;
-    return data;
+nb::dict make_endpoint_dict(const verbs::Endpoint& endpoint) {
+    nb::dict fields;
+    fields["qp_number"] = endpoint.qp_number;
+    fields["psn"] = endpoint.psn;
+    fields["gid"] = verbs::format_gid(endpoint.gid);
+    fields["lid"] = endpoint.lid;
+    fields["mtu_bytes"] = endpoint.mtu_bytes;
+    return fields;
 }
 
-std::map<std::string, std::uint64_t> counters_of(Store& store) {
+std::map<std::string, std::uint64_t> read_counters(Store& store) {
     const Counters& counters = store.counters();
     return {{"reads", counters.reads},
             {"writes", counters.writes},
@@ -125,13 +125,13 @@ void bind_files(nb::module_& module) {
         .def(
             "adopt",
             [](Store& self, int fd, bool may_read, bool may_write) {
-                Descriptor owned(fd);
-                return without_gil([&] { return self.adopt(std::move(owned), may_read, may_write); });
+                Descriptor owned_descriptor(fd);
+                return without_gil([&] { return self.adopt(std::move(owned_descriptor), may_read, may_write); });
             },
             "fd"_a, nb::kw_only(), "read"_a, "write"_a,
             "Open the file of a descriptor. The object owns the descriptor, even if this raises.")
         .def("remove_sums", &Store::remove_sums, "inode"_a, nb::call_guard<GilRelease>())
-        .def("counters", &counters_of);
+        .def("counters", &read_counters);
     nb::class_<OpenFile>(module, "OpenFile", "An open file. It is closed with its last reference.")
         .def_prop_ro("fd", [](const OpenFile& self) { return self.fd.get(); })
         .def_ro("may_read", &OpenFile::may_read)
@@ -181,7 +181,7 @@ void bind_sessions(nb::module_& module) {
                const std::vector<nb::dict>& endpoints, std::uint32_t outstanding_max, std::uint64_t length_bytes_max) {
                 std::vector<verbs::Endpoint> peers;
                 for (const nb::dict& endpoint : endpoints) {
-                    peers.push_back(endpoint_of(endpoint));
+                    peers.push_back(parse_endpoint(endpoint));
                 }
                 SessionLimits limits;
                 limits.outstanding_max = outstanding_max;
@@ -193,7 +193,7 @@ void bind_sessions(nb::module_& module) {
                      [](const Session& self) {
                          nb::list endpoints;
                          for (const verbs::Endpoint& endpoint : self.endpoints()) {
-                             endpoints.append(dict_of(endpoint));
+                             endpoints.append(make_endpoint_dict(endpoint));
                          }
                          return endpoints;
                      })
@@ -204,8 +204,8 @@ void bind_sessions(nb::module_& module) {
         .def(
             "start",
             [](Session& self, int fd) {
-                Descriptor owned(fd);
-                without_gil([&] { self.start(std::move(owned)); });
+                Descriptor owned_descriptor(fd);
+                without_gil([&] { self.start(std::move(owned_descriptor)); });
             },
             "data_fd"_a, "Serve a data connection. The object owns the descriptor, even if this raises.")
         .def("close", &Session::close, nb::call_guard<GilRelease>());

@@ -15,15 +15,16 @@ namespace gdrkit::storage {
 
 namespace {
 
-bool is_same_device(int left, int right) {
-    struct stat left_info {
-    }, right_info{};
-    return fstat(left, &left_info) == 0 && fstat(right, &right_info) == 0 && left_info.st_dev == right_info.st_dev;
+bool is_same_device(int first_fd, int second_fd) {
+    struct stat first_info {
+    }, second_info{};
+    return fstat(first_fd, &first_info) == 0 && fstat(second_fd, &second_info) == 0 &&
+           first_info.st_dev == second_info.st_dev;
 }
 
 // Returns the descriptor if it is on the file system of the folder, or closes it and returns -EXDEV.
-int refuse_other_device(int folder, Descriptor&& opened) {
-    return is_same_device(folder, opened.get()) ? opened.release() : -EXDEV;
+int refuse_other_device(int folder, Descriptor&& descriptor) {
+    return is_same_device(folder, descriptor.get()) ? descriptor.release() : -EXDEV;
 }
 
 } // namespace
@@ -42,12 +43,12 @@ int open_beneath_by_steps(int folder, const std::string& path, int flags, unsign
         }
         if (end == std::string::npos || path.find_first_not_of('/', end) == std::string::npos) {
             const int folder_flag = end == std::string::npos ? 0 : O_DIRECTORY;
-            Descriptor opened(openat(current.get(), name.empty() ? "." : name.c_str(),
-                                     flags | folder_flag | O_NOFOLLOW | O_CLOEXEC, static_cast<mode_t>(mode)));
-            return opened ? refuse_other_device(folder, std::move(opened)) : -errno;
+            Descriptor descriptor(openat(current.get(), name.empty() ? "." : name.c_str(),
+                                         flags | folder_flag | O_NOFOLLOW | O_CLOEXEC, static_cast<mode_t>(mode)));
+            return descriptor ? refuse_other_device(folder, std::move(descriptor)) : -errno;
         }
         if (!name.empty()) {
-            // O_PATH with O_NOFOLLOW opens a symbolic link itself, which fails because it is not a folder.
+            // O_PATH with O_NOFOLLOW would open a symbolic link itself. O_DIRECTORY makes this fail.
             Descriptor next(openat(current.get(), name.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
             if (!next) {
                 const int open_errno = errno;
@@ -74,11 +75,11 @@ int open_beneath(int folder, const std::string& path, int flags, unsigned mode) 
             return static_cast<int>(descriptor);
         }
         if (errno == ENOSYS || errno == EPERM) {
-            // EPERM may come from the seccomp filter of a container that does not know openat2. If the file system
-            // returned EPERM, the other function fails with EPERM, too.
+            // EPERM may come from a container whose seccomp filter does not know openat2. If the file system returned
+            // EPERM, open_beneath_by_steps() fails with EPERM, too.
             return open_beneath_by_steps(folder, path, flags, mode);
         }
-        // EAGAIN: another process renamed a folder meanwhile, so the kernel could not check the path.
+        // EAGAIN means that another process renamed a folder meanwhile, so the kernel could not check the path.
         if (errno != EINTR && (errno != EAGAIN || tries == 64)) {
             return -errno;
         }

@@ -117,7 +117,7 @@ bool parse_results(const FrameHeader& header, std::span<const std::byte> payload
     if (!holes.empty()) {
         std::memcpy(holes.data(), payload.data() + result_bytes, payload.size() - result_bytes);
     }
-    std::size_t hole_index = 0; // Counts the holes of all results.
+    std::size_t hole_index = 0; // Index in the holes of all results.
     for (const Result& result : results) {
         if ((result.flags & ~checksum_valid) != 0 || result.reserved != 0 || result.holes > holes_max ||
             result.holes > holes.size() - hole_index) {

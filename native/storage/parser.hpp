@@ -11,7 +11,7 @@
 
 namespace gdrkit::storage {
 
-// Largest number of holes that are reported for one operation. Further holes arrive as zeros.
+// Largest number of holes that a result reports. The server sends the bytes of further holes as zeros.
 inline constexpr std::uint32_t holes_max = 4096;
 // Largest average number of holes per result in one reply.
 inline constexpr std::uint32_t holes_per_result_max = 64;

@@ -39,105 +39,105 @@ Fabric::Fabric(const std::vector<std::string>& names) {
     }
 }
 
-QueuePairs::Entry::Entry(verbs::Device& device, std::size_t index)
+QueuePairs::Connection::Connection(verbs::Device& device, std::size_t index)
     : device_index(index), reads_max(device.reads_max()), completions(device, transfers_max),
       pair(device, completions, transfers_max) {}
 
 QueuePairs::QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& peers) {
     const auto& devices = fabric.devices();
     for (const verbs::Endpoint& peer : peers) {
-        const std::size_t device_index = fabric.next_index();
-        entries_.push_back(std::make_unique<Entry>(*devices[device_index], device_index));
-        entries_.back()->pair.connect(peer, devices[device_index]->reads_max());
+        const std::size_t device_index = fabric.take_device_index();
+        connections_.push_back(std::make_unique<Connection>(*devices[device_index], device_index));
+        connections_.back()->pair.connect(peer, devices[device_index]->reads_max());
     }
 }
 
 std::vector<verbs::Endpoint> QueuePairs::endpoints() const {
     std::vector<verbs::Endpoint> endpoints;
-    for (const auto& entry : entries_) {
-        endpoints.push_back(entry->pair.endpoint());
+    for (const auto& connection : connections_) {
+        endpoints.push_back(connection->pair.endpoint());
     }
     return endpoints;
 }
 
 std::uint8_t QueuePairs::reads_max() const {
     std::uint8_t smallest = 255;
-    for (const auto& entry : entries_) {
-        smallest = std::min(smallest, entry->reads_max);
+    for (const auto& connection : connections_) {
+        smallest = std::min(smallest, connection->reads_max);
     }
     return smallest;
 }
 
 bool QueuePairs::has_space(std::size_t index, std::size_t transfers_count) const {
-    const Entry& entry = *entries_[index];
-    return entry.ids_in_progress.size() + entry.unposted.size() + transfers_count <= transfers_max;
+    const Connection& connection = *connections_[index];
+    return connection.ids_in_progress.size() + connection.unposted.size() + transfers_count <= transfers_max;
 }
 
 void QueuePairs::add(std::size_t index, const verbs::Transfer& transfer) {
-    Entry& entry = *entries_[index];
-    entry.unposted.push_back(transfer);
-    if (entry.unposted.size() >= list_length_max) {
-        post(entry);
+    Connection& connection = *connections_[index];
+    connection.unposted.push_back(transfer);
+    if (connection.unposted.size() >= list_length_max) {
+        post(connection);
     }
 }
 
-bool QueuePairs::post(Entry& entry) {
-    if (entry.unposted.empty()) {
-        return !entry.is_broken;
+bool QueuePairs::post(Connection& connection) {
+    if (connection.unposted.empty()) {
+        return !connection.is_broken;
     }
-    entry.unposted.back().signaled = true;
-    for (verbs::Transfer& transfer : entry.unposted) {
+    connection.unposted.back().signaled = true;
+    for (verbs::Transfer& transfer : connection.unposted) {
         // The wr_id of a transfer is its position in the order of posting, so that a completion shows how many
         // transfers have completed.
-        entry.ids_in_progress.push_back(static_cast<std::uint32_t>(transfer.id));
-        transfer.id = entry.posted_count++;
+        connection.ids_in_progress.push_back(static_cast<std::uint32_t>(transfer.id));
+        transfer.id = connection.posted_count++;
     }
     std::size_t posted = 0;
-    const int error_number = entry.is_broken ? EIO : entry.pair.post(entry.unposted, posted);
-    entry.unposted.clear();
-    entry.is_broken |= error_number != 0;
+    const int error_number = connection.is_broken ? EIO : connection.pair.post(connection.unposted, posted);
+    connection.unposted.clear();
+    connection.is_broken |= error_number != 0;
     return error_number == 0;
 }
 
 bool QueuePairs::flush() {
     bool succeeded = true;
-    for (const auto& entry : entries_) {
-        succeeded &= post(*entry);
+    for (const auto& connection : connections_) {
+        succeeded &= post(*connection);
     }
     return succeeded;
 }
 
-bool QueuePairs::poll(const std::function<void(std::uint32_t, TransferStatus)>& done) {
+bool QueuePairs::poll(const std::function<void(std::uint32_t, TransferStatus)>& report_transfer) {
     bool has_completed = false;
     std::array<ibv_wc, 32> completions;
-    for (const auto& entry : entries_) {
-        if (entry->ids_in_progress.empty()) {
+    for (const auto& connection : connections_) {
+        if (connection->ids_in_progress.empty()) {
             continue;
         }
         const auto complete_oldest = [&](TransferStatus status) {
-            const std::uint32_t id = entry->ids_in_progress.front();
-            entry->ids_in_progress.pop_front();
-            ++entry->completed_count;
+            const std::uint32_t id = connection->ids_in_progress.front();
+            connection->ids_in_progress.pop_front();
+            ++connection->completed_count;
             has_completed = true;
-            done(id, status);
+            report_transfer(id, status);
         };
         int count = 0;
         do {
-            count = entry->completions.poll(completions);
+            count = connection->completions.poll(completions);
             for (int index = 0; index < count; ++index) {
                 const ibv_wc& completion = completions[static_cast<std::size_t>(index)];
-                // Transfers of a queue pair complete in order. So the earlier transfers, which have no completion,
-                // succeeded unless the queue pair was already broken.
-                while (entry->completed_count < completion.wr_id && !entry->ids_in_progress.empty()) {
-                    complete_oldest(entry->is_broken ? TransferStatus::flushed : TransferStatus::succeeded);
+                // The transfers of a queue pair complete in order. So earlier transfers, which have no completion of
+                // their own, succeeded unless the queue pair was already broken.
+                while (connection->completed_count < completion.wr_id && !connection->ids_in_progress.empty()) {
+                    complete_oldest(connection->is_broken ? TransferStatus::flushed : TransferStatus::succeeded);
                 }
-                // The first failure shows the cause. The work requests after it were flushed.
-                const bool is_refused = !entry->is_broken && is_refusal(completion.status);
-                entry->is_broken |= completion.status != IBV_WC_SUCCESS;
-                if (entry->completed_count == completion.wr_id && !entry->ids_in_progress.empty()) {
-                    complete_oldest(is_refused         ? TransferStatus::refused
-                                    : entry->is_broken ? TransferStatus::flushed
-                                                       : TransferStatus::succeeded);
+                // The first failure shows the cause. All later work requests were flushed.
+                const bool is_refused = !connection->is_broken && is_refusal(completion.status);
+                connection->is_broken |= completion.status != IBV_WC_SUCCESS;
+                if (connection->completed_count == completion.wr_id && !connection->ids_in_progress.empty()) {
+                    complete_oldest(is_refused              ? TransferStatus::refused
+                                    : connection->is_broken ? TransferStatus::flushed
+                                                            : TransferStatus::succeeded);
                 }
             }
         } while (count == static_cast<int>(completions.size()));
@@ -146,28 +146,28 @@ bool QueuePairs::poll(const std::function<void(std::uint32_t, TransferStatus)>& 
 }
 
 bool QueuePairs::has_transfers_in_progress() const {
-    return std::any_of(entries_.begin(), entries_.end(),
-                       [](const auto& entry) { return !entry->ids_in_progress.empty(); });
+    return std::any_of(connections_.begin(), connections_.end(),
+                       [](const auto& connection) { return !connection->ids_in_progress.empty(); });
 }
 
 void QueuePairs::arm() {
-    for (const auto& entry : entries_) {
-        if (!entry->ids_in_progress.empty()) {
-            entry->completions.arm();
+    for (const auto& connection : connections_) {
+        if (!connection->ids_in_progress.empty()) {
+            connection->completions.arm();
         }
     }
 }
 
 void QueuePairs::take_events() {
-    for (const auto& entry : entries_) {
-        entry->completions.take_events();
+    for (const auto& connection : connections_) {
+        connection->completions.take_events();
     }
 }
 
 std::vector<int> QueuePairs::event_fds() const {
     std::vector<int> fds;
-    for (const auto& entry : entries_) {
-        fds.push_back(entry->completions.fd());
+    for (const auto& connection : connections_) {
+        fds.push_back(connection->completions.fd());
     }
     return fds;
 }

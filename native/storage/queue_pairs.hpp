@@ -22,12 +22,14 @@ public:
     explicit Fabric(const std::vector<std::string>& names);
 
     const std::vector<std::unique_ptr<verbs::Device>>& devices() const noexcept { return devices_; }
-    // Returns the index of the device for the next queue pair; the devices are used in turn.
-    std::size_t next_index() noexcept { return next_.fetch_add(1, std::memory_order_relaxed) % devices_.size(); }
+    // Returns the index of the device for the next queue pair. Sessions use the devices in turn.
+    std::size_t take_device_index() noexcept {
+        return next_device_.fetch_add(1, std::memory_order_relaxed) % devices_.size();
+    }
 
 private:
     std::vector<std::unique_ptr<verbs::Device>> devices_;
-    std::atomic<std::size_t> next_{0};
+    std::atomic<std::size_t> next_device_{0};
 };
 
 // The result of a transfer. A transfer that does not succeed breaks its queue pair.
@@ -44,21 +46,21 @@ class QueuePairs {
 public:
     QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& peers);
 
-    std::size_t size() const noexcept { return entries_.size(); }
+    std::size_t size() const noexcept { return connections_.size(); }
     std::vector<verbs::Endpoint> endpoints() const;
     std::uint8_t reads_max() const;
-    // Returns the device of a queue pair, as an index into the fabric.
-    std::size_t device_of(std::size_t index) const { return entries_[index]->device_index; }
+    // Returns the index of a queue pair's device in Fabric::devices().
+    std::size_t get_device_index(std::size_t index) const { return connections_[index]->device_index; }
 
     // Returns whether the queue pair has space for this many more transfers.
     bool has_space(std::size_t index, std::size_t transfers_count) const;
-    // Stores a transfer, which flush() posts later. If many transfers are stored, posts all of them. poll() reports the
-    // transfer by its `id`.
+    // Stores a transfer until flush() posts it, or until this function posts a full list. poll() reports the transfer
+    // by its `id`.
     void add(std::size_t index, const verbs::Transfer& transfer);
     // Posts the stored transfers. Returns false if a queue pair failed.
     bool flush();
-    // Calls done(id, status) for each transfer that completed. Returns true if there were any.
-    bool poll(const std::function<void(std::uint32_t, TransferStatus)>& done);
+    // Calls report_transfer(id, status) for each transfer that completed. Returns true if there were any.
+    bool poll(const std::function<void(std::uint32_t, TransferStatus)>& report_transfer);
     bool has_transfers_in_progress() const;
     // Requests an event for the next completion, which makes a file descriptor of event_fds() readable. Completions
     // that arrived before arm() cause no event, so call poll() after arm().
@@ -68,8 +70,9 @@ public:
     std::vector<int> event_fds() const;
 
 private:
-    struct Entry {
-        Entry(verbs::Device& device, std::size_t index);
+    // A queue pair of the server, with its completion queue and its transfers.
+    struct Connection {
+        Connection(verbs::Device& device, std::size_t index);
         std::size_t device_index;
         std::uint8_t reads_max;
         verbs::CompletionQueue completions;
@@ -79,9 +82,9 @@ private:
         std::uint64_t posted_count = 0, completed_count = 0;
         bool is_broken = false;
     };
-    bool post(Entry& entry);
+    bool post(Connection& connection);
 
-    std::vector<std::unique_ptr<Entry>> entries_;
+    std::vector<std::unique_ptr<Connection>> connections_;
 };
 
 } // namespace gdrkit::storage

@@ -1,5 +1,5 @@
-// The part of Session that moves bytes from files through staging memory to the client, and back. An operation is moved
-// in segments; each segment has one staging buffer.
+// The part of a storage server's Session that moves bytes from files through staging memory to the client, and back. It
+// moves an operation in segments. Each segment has one staging buffer.
 #include <unistd.h>
 
 #include <cerrno>
@@ -11,12 +11,12 @@ namespace gdrkit::storage {
 
 namespace {
 
-// Largest number of transfers of one segment. If a segment has more holes, the remaining holes are sent as zeros.
+// Largest number of transfers of one segment. If a segment has more holes, the server sends the remaining holes as
+// zeros.
 constexpr std::uint32_t transfers_per_segment_max = 64;
 // The transfers of segments up to this size are collected and posted as one list.
 constexpr std::size_t small_segment_bytes = 32768;
-// Number of segments to start before the session polls for completions again. Completions free buffers for other
-// segments.
+// Number of segments to start before the session polls for completions again, which free buffers for more segments.
 constexpr unsigned segments_per_round = 16;
 
 } // namespace
@@ -87,10 +87,11 @@ bool Session::begin_segment(PendingOperation& pending) {
         add_transfer(segment, 0, length);
     }
     if (segment.transfers_in_progress == 0) {
-        free_segment(segment); // There is nothing to move: the end of the file, an error, or a hole.
+        // There is nothing to move: the range is a hole or after the end of the file, or the read failed.
+        free_segment(segment);
     }
     if (length > small_segment_bytes) {
-        // A large segment is posted at once. While it is transferred, the next segment is read from the file.
+        // A large segment is posted at once. During its transfer, the session reads the next segment from the file.
         is_rdma_broken_ |= !queue_pairs_->flush();
     }
     return true;
@@ -99,41 +100,41 @@ bool Session::begin_segment(PendingOperation& pending) {
 void Session::begin_read(Segment& segment) {
     PendingOperation& pending = *segment.pending;
     const Operation& operation = pending.operation;
-    const auto read = pending.file->inode->read(pending.file->fd.get(), operation.file_offset + segment.begin,
-                                                segment.length, {segment.buffer.data, segment.buffer.size});
-    if (read.result < 0) {
-        pending.error = read.result;
+    const auto read_result = pending.file->inode->read(pending.file->fd.get(), operation.file_offset + segment.begin,
+                                                       segment.length, {segment.buffer.data, segment.buffer.size});
+    if (read_result.result < 0) {
+        pending.error = read_result.result;
         pending.is_cut_short = true;
         return;
     }
-    const auto count = static_cast<std::size_t>(read.result);
-    pending.is_cut_short = count < segment.length;
-    segment.length = count;
-    segment.buffer_offset = read.buffer_offset;
-    pending.started_bytes += count;
-    pending.moved_bytes += count;
+    const auto read_bytes = static_cast<std::size_t>(read_result.result);
+    pending.is_cut_short = read_bytes < segment.length;
+    segment.length = read_bytes;
+    segment.buffer_offset = read_result.buffer_offset;
+    pending.started_bytes += read_bytes;
+    pending.moved_bytes += read_bytes;
     if ((operation.flags & checksum_wanted) != 0) {
-        const std::uint32_t checksum = crc32c(segment.buffer.data + segment.buffer_offset, count);
-        pending.checksum = segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, count);
+        const std::uint32_t checksum = crc32c(segment.buffer.data + segment.buffer_offset, read_bytes);
+        pending.checksum = segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, read_bytes);
     }
-    if (count != 0 &&
+    if (read_bytes != 0 &&
         ((operation.flags & (forbid_holes | report_holes)) == 0 || add_transfers_between_holes(segment))) {
-        add_transfer(segment, 0, count);
+        add_transfer(segment, 0, read_bytes);
     }
 }
 
 // Adds one transfer for each range of data between holes, and records the holes. Returns true if the segment has no
-// hole; the caller must then add one transfer for the whole segment.
+// hole. The caller must then add one transfer for the whole segment.
 bool Session::add_transfers_between_holes(Segment& segment) {
     PendingOperation& pending = *segment.pending;
-    const int file = pending.file->fd.get();
-    const auto base = static_cast<off_t>(pending.operation.file_offset + segment.begin);
-    const auto end = base + static_cast<off_t>(segment.length);
-    for (off_t position = base; position < end;) {
-        const off_t hole = lseek(file, position, SEEK_HOLE);
+    const int fd = pending.file->fd.get();
+    const auto segment_begin = static_cast<off_t>(pending.operation.file_offset + segment.begin);
+    const auto segment_end = segment_begin + static_cast<off_t>(segment.length);
+    for (off_t position = segment_begin; position < segment_end;) {
+        const off_t next_hole = lseek(fd, position, SEEK_HOLE);
         // A file system without SEEK_HOLE, or a file that shrank meanwhile, has no holes to report.
-        const off_t data_end = hole < 0 || hole > end ? end : hole;
-        if (data_end == end && position == base) {
+        const off_t data_end = next_hole < 0 || next_hole > segment_end ? segment_end : next_hole;
+        if (data_end == segment_end && position == segment_begin) {
             return true;
         }
         if ((pending.operation.flags & forbid_holes) != 0) {
@@ -144,19 +145,20 @@ bool Session::add_transfers_between_holes(Segment& segment) {
         const bool is_limit_reached =
             segment.transfers_in_progress + 1 >= transfers_per_segment_max || pending.holes.size() >= holes_max - 1;
         if (is_limit_reached) {
-            add_transfer(segment, static_cast<std::size_t>(position - base), static_cast<std::size_t>(end - position));
+            add_transfer(segment, static_cast<std::size_t>(position - segment_begin),
+                         static_cast<std::size_t>(segment_end - position));
             return false;
         }
         if (data_end > position) {
-            add_transfer(segment, static_cast<std::size_t>(position - base),
+            add_transfer(segment, static_cast<std::size_t>(position - segment_begin),
                          static_cast<std::size_t>(data_end - position));
         }
-        if (data_end == end) {
+        if (data_end == segment_end) {
             return false;
         }
-        const off_t data = lseek(file, data_end, SEEK_DATA);
-        const off_t hole_end = data < 0 || data > end ? end : data;
-        const HoleExtent extent{segment.begin + static_cast<std::uint64_t>(data_end - base),
+        const off_t next_data = lseek(fd, data_end, SEEK_DATA);
+        const off_t hole_end = next_data < 0 || next_data > segment_end ? segment_end : next_data;
+        const HoleExtent extent{segment.begin + static_cast<std::uint64_t>(data_end - segment_begin),
                                 static_cast<std::uint64_t>(hole_end - data_end)};
         if (!pending.holes.empty() && pending.holes.back().offset + pending.holes.back().length == extent.offset) {
             pending.holes.back().length += extent.length;
@@ -175,7 +177,7 @@ void Session::add_transfer(Segment& segment, std::size_t begin, std::size_t leng
     transfer.direction = is_read ? verbs::Transfer::Direction::to_peer : verbs::Transfer::Direction::from_peer;
     transfer.length_bytes = static_cast<std::uint32_t>(length);
     transfer.local = segment.buffer.data + segment.buffer_offset + begin;
-    transfer.local_key = staging_->local_key(queue_pairs_->device_of(operation.queue_pair));
+    transfer.local_key = staging_->local_key(queue_pairs_->get_device_index(operation.queue_pair));
     transfer.remote_key = operation.rkey;
     transfer.remote_address = operation.remote_address + segment.begin + begin;
     transfer.id = segment.index;
@@ -192,9 +194,9 @@ void Session::complete_transfer(std::uint32_t segment_index, TransferStatus stat
     Segment& segment = *segments_[segment_index];
     PendingOperation& pending = *segment.pending;
     if (status != TransferStatus::succeeded) {
-        // This failure ends the session. Only the operation whose transfer was refused gets a result. It gets the
-        // result at once: its queue pair is broken, so no more of its bytes can arrive. The other operations fail at
-        // the client when the connection ends.
+        // This failure ends the session. Only the operation whose transfer was refused gets a result, and at once: its
+        // queue pair is broken, so no more of its bytes can arrive. The client fails the other operations when the
+        // connection ends.
         is_rdma_broken_ = segment.has_failed = true;
         if (status == TransferStatus::refused && !pending.is_finished) {
             has_refusal_ = true;

@@ -1,5 +1,5 @@
-// The part of Session that receives requests and sends replies: its thread, its files and its end. segments.cpp moves
-// the bytes of the operations.
+// The part of a storage server's Session that receives requests and sends replies: its thread, its files and its end.
+// segments.cpp moves the bytes of the operations.
 #include "storage/session.hpp"
 
 #include <poll.h>
@@ -23,7 +23,7 @@ namespace {
 // Buffers of the staging memory of a session.
 constexpr std::size_t small_buffer_bytes_min = 16384, small_buffers_count = 256, large_buffers_count = 16;
 constexpr std::size_t receive_buffer_bytes = 1 << 18;
-// If more than this number of bytes of replies wait to be sent, the session receives no further requests.
+// If more bytes of unsent replies than this wait, the session receives no further requests.
 constexpr std::size_t backlog_bytes_max = 1 << 20;
 // Longest time in which a session that ends after a failure sends its last replies.
 constexpr int final_send_timeout_ms = 1000;
@@ -31,22 +31,22 @@ constexpr int final_send_timeout_ms = 1000;
 constexpr std::chrono::milliseconds cause_timeout{50};
 // Without progress, the thread checks the socket only in every fourth round, because the check is a system call.
 constexpr unsigned rounds_per_receive = 4;
-// With operations in progress, the thread polls longer by this factor before it sleeps: their completions arrive soon,
-// and a wake-up would take longer.
+// With operations in progress, the thread polls longer by this factor before it sleeps, because their completions
+// arrive soon, before a sleeping thread would have woken up.
 constexpr unsigned busy_spin_factor = 4;
 
 int create_event() {
-    const int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (event < 0) {
+    const int event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (event_fd < 0) {
         throw verbs::Error("eventfd", verbs::last_errno());
     }
-    return event;
+    return event_fd;
 }
 
-void raise_event(int event) {
+void raise_event(int event_fd) {
     const std::uint64_t one = 1;
     // The write fails only if the counter is full, and then the event is already readable.
-    [[maybe_unused]] const ssize_t count = ::write(event, &one, sizeof one);
+    [[maybe_unused]] const ssize_t count = ::write(event_fd, &one, sizeof one);
 }
 
 } // namespace
@@ -73,13 +73,13 @@ Session::~Session() {
 }
 
 void Session::add_file(std::uint64_t handle, std::shared_ptr<OpenFile> file) {
-    const std::lock_guard guard(files_lock_);
+    const std::lock_guard guard(files_mutex_);
     files_[handle] = std::move(file);
 }
 
 bool Session::remove_file(std::uint64_t handle) {
     std::shared_ptr<OpenFile> file; // Destroyed after `guard`, so that the file is closed without the lock.
-    const std::lock_guard guard(files_lock_);
+    const std::lock_guard guard(files_mutex_);
     const auto entry = files_.find(handle);
     if (entry == files_.end()) {
         return false;
@@ -90,7 +90,7 @@ bool Session::remove_file(std::uint64_t handle) {
 }
 
 void Session::start(Descriptor data_connection) {
-    const std::lock_guard guard(close_lock_);
+    const std::lock_guard guard(close_mutex_);
     if (thread_.joinable() || is_stopping_ || !queue_pairs_) {
         throw verbs::Error("the session was already started or closed", EALREADY);
     }
@@ -109,7 +109,7 @@ void Session::start(Descriptor data_connection) {
 }
 
 void Session::close() {
-    const std::lock_guard guard(close_lock_);
+    const std::lock_guard guard(close_mutex_);
     is_stopping_ = true;
     raise_event(stop_event_.get());
     if (thread_.joinable()) {
@@ -124,7 +124,7 @@ void Session::close() {
     data_connection_ = Descriptor();
     std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files;
     {
-        const std::lock_guard files_guard(files_lock_);
+        const std::lock_guard files_guard(files_mutex_);
         files.swap(files_);
     }
 }
@@ -178,7 +178,7 @@ bool Session::receive_requests() {
         receive_begin_ = 0;
     }
     if (receive_end_ == receive_buffer_.size()) {
-        return false; // The buffer is full of frames that wait until earlier operations have their results.
+        return false; // The buffer is full of frames that wait for the results of earlier operations.
     }
     const ssize_t count = recv(data_connection_.get(), receive_buffer_.data() + receive_end_,
                                receive_buffer_.size() - receive_end_, MSG_DONTWAIT);
@@ -204,7 +204,8 @@ bool Session::parse_frames() {
             (outstanding_count_ != 0 && outstanding_count_ + header->count > limits_.outstanding_max)) {
             break;
         }
-        if (parse_operations(*header, unparsed.subspan(sizeof(FrameHeader), header->length), operations_, refusal)) {
+        if (parse_operations(*header, unparsed.subspan(sizeof(FrameHeader), header->length), parsed_operations_,
+                             refusal)) {
             enqueue_operations();
             receive_begin_ += sizeof(FrameHeader) + header->length;
             has_parsed = true;
@@ -219,8 +220,8 @@ bool Session::parse_frames() {
 }
 
 void Session::enqueue_operations() {
-    const std::lock_guard guard(files_lock_);
-    for (const Operation& operation : operations_) {
+    const std::lock_guard guard(files_mutex_);
+    for (const Operation& operation : parsed_operations_) {
         PendingOperation& pending = allocate_operation();
         pending.reset(operation);
         if (const auto entry = files_.find(operation.handle); entry != files_.end()) {
@@ -264,8 +265,8 @@ std::int64_t Session::check_operation(const Operation& operation, const std::sha
     return 0;
 }
 
-// Adds the result of an operation to the next reply, and makes the object free for another operation. No segment may
-// refer to the operation afterwards, unless the session ends.
+// Adds the result of an operation to the next reply, and frees its object for another operation. Afterwards no segment
+// may refer to the object, unless the session ends.
 void Session::finish(PendingOperation& pending) {
     pending.is_finished = true;
     --outstanding_count_;
@@ -288,29 +289,30 @@ void Session::finish(PendingOperation& pending) {
         ++(is_write ? counters.writes : counters.reads);
         (is_write ? counters.written_bytes : counters.read_bytes) += pending.moved_bytes;
         result.holes = static_cast<std::uint32_t>(pending.holes.size());
-        holes_.insert(holes_.end(), pending.holes.begin(), pending.holes.end());
+        unsent_holes_.insert(unsent_holes_.end(), pending.holes.begin(), pending.holes.end());
     }
-    results_.push_back(result);
+    unsent_results_.push_back(result);
     pending.file.reset();
     free_operations_.push_back(&pending);
-    if (results_.size() == operations_max || holes_.size() + holes_max > operations_max * holes_per_result_max) {
+    if (unsent_results_.size() == operations_max ||
+        unsent_holes_.size() + holes_max > operations_max * holes_per_result_max) {
         append_reply();
     }
 }
 
 void Session::append_reply() {
-    if (results_.empty()) {
+    if (unsent_results_.empty()) {
         return;
     }
-    std::vector<std::byte> payload(results_.size() * sizeof(Result) + holes_.size() * sizeof(HoleExtent));
-    std::memcpy(payload.data(), results_.data(), results_.size() * sizeof(Result));
-    if (!holes_.empty()) {
-        std::memcpy(payload.data() + results_.size() * sizeof(Result), holes_.data(),
-                    holes_.size() * sizeof(HoleExtent));
+    std::vector<std::byte> payload(unsent_results_.size() * sizeof(Result) + unsent_holes_.size() * sizeof(HoleExtent));
+    std::memcpy(payload.data(), unsent_results_.data(), unsent_results_.size() * sizeof(Result));
+    if (!unsent_holes_.empty()) {
+        std::memcpy(payload.data() + unsent_results_.size() * sizeof(Result), unsent_holes_.data(),
+                    unsent_holes_.size() * sizeof(HoleExtent));
     }
-    append_frame(send_buffer_, FrameType::io_reply, static_cast<std::uint32_t>(results_.size()), 0, payload);
-    results_.clear();
-    holes_.clear();
+    append_frame(send_buffer_, FrameType::io_reply, static_cast<std::uint32_t>(unsent_results_.size()), 0, payload);
+    unsent_results_.clear();
+    unsent_holes_.clear();
 }
 
 bool Session::send_replies() {
@@ -331,7 +333,7 @@ bool Session::send_replies() {
 }
 
 void Session::wait_for_events() {
-    // A completion after arm() makes a completion channel readable. poll_completions() finds the completions before it.
+    // A completion after arm() makes a completion channel readable. poll_completions() finds the earlier completions.
     queue_pairs_->arm();
     if (poll_completions()) {
         return;
@@ -353,7 +355,7 @@ void Session::wait_for_events() {
 
 void Session::end_with_failure() {
     ++store_->counters().rdma_errors;
-    // When ibv_post_send fails, the queue pair is broken. A completion that follows reports which transfer broke it.
+    // When ibv_post_send fails, the queue pair is broken. A later completion reports which transfer broke it.
     const auto cause_deadline = std::chrono::steady_clock::now() + cause_timeout;
     while (!has_refusal_ && queue_pairs_->has_transfers_in_progress() &&
            std::chrono::steady_clock::now() < cause_deadline) {
@@ -361,10 +363,10 @@ void Session::end_with_failure() {
         sched_yield();
     }
     // Only the refused operation has a result. If the server sent results for the other operations, the client would
-    // use their memory again, in which bytes may still arrive through another queue pair. The client breaks its queue
-    // pairs when the connection ends.
+    // reuse their memory, although bytes may still arrive there through another queue pair. When the connection ends,
+    // the client breaks its queue pairs, so that no more bytes can arrive.
     append_reply();
-    // The client may still be running: it may have invalidated an rkey, and must learn which operation used that rkey.
+    // The client may still be running. If it has invalidated an rkey, it must learn which operation used that rkey.
     while (!send_replies() || send_begin_ < send_buffer_.size()) {
         if (has_connection_ended_ || send_buffer_.empty()) {
             return;

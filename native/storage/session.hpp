@@ -20,7 +20,7 @@
 namespace gdrkit::storage {
 
 struct SessionLimits {
-    std::uint32_t outstanding_max = 1024;                    // Operations without a result.
+    std::uint32_t outstanding_max = 1024;                    // Number of operations without a result.
     std::uint64_t length_bytes_max = std::uint64_t{1} << 30; // Length of one operation.
     // Largest length of one transfer, and of an operation with checksum_given.
     std::uint32_t segment_bytes = 256 * 1024;
@@ -45,10 +45,10 @@ public:
     // Takes ownership of the data connection. A thread serves it until the client or close() ends it. May be called
     // once.
     void start(Descriptor data_connection);
-    // Becomes readable when the session has stopped serving.
+    // Returns a descriptor that becomes readable when the session has stopped serving.
     int ended_fd() const noexcept { return ended_event_.get(); }
-    // Stops serving, destroys the queue pairs and closes the files. Waits for disk I/O in progress. Thread-safe;
-    // further calls do nothing.
+    // Stops serving, destroys the queue pairs and closes the files. Waits for disk I/O in progress. Threads may
+    // call this at the same time, and further calls do nothing.
     void close();
 
 private:
@@ -56,8 +56,8 @@ private:
     struct Segment;
 
     void serve() noexcept;
-    // receive_requests, parse_frames, start_segments, poll_completions and send_replies return whether they did
-    // anything.
+    // receive_requests, parse_frames, start_segments, poll_completions and send_replies return whether they made any
+    // progress.
     bool receive_requests();
     bool parse_frames();
     void enqueue_operations();
@@ -88,29 +88,29 @@ private:
     std::optional<QueuePairs> queue_pairs_;
     std::optional<verbs::Staging> staging_;
 
-    std::mutex files_lock_;
+    std::mutex files_mutex_;
     std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files_;
 
     Descriptor data_connection_, stop_event_, ended_event_;
     std::thread thread_;
-    std::mutex close_lock_;
+    std::mutex close_mutex_;
     std::atomic<bool> is_stopping_{false};
 
     // Only the thread of the session uses the members below.
     std::vector<std::byte> receive_buffer_, send_buffer_;
     std::size_t receive_begin_ = 0, receive_end_ = 0, send_begin_ = 0;
-    // Operations that have not started all their segments, in the order of arrival. Only the first one may have started
-    // some.
+    // Operations that have not started all their segments, in the order of arrival. Only the first operation may have
+    // started some of them.
     std::deque<PendingOperation*> waiting_operations_;
-    std::vector<std::unique_ptr<PendingOperation>>
-        operation_pool_; // All operation objects. They are reused, so that an operation allocates no memory.
+    // All operation objects. The session reuses them, so that an operation allocates no memory.
+    std::vector<std::unique_ptr<PendingOperation>> operation_pool_;
     std::vector<PendingOperation*> free_operations_;
     std::size_t outstanding_count_ = 0;
     std::vector<std::unique_ptr<Segment>> segments_;
     std::vector<std::uint32_t> free_segments_;
-    std::vector<Result> results_;
-    std::vector<HoleExtent> holes_;
-    std::vector<Operation> operations_;
+    std::vector<Result> unsent_results_;
+    std::vector<HoleExtent> unsent_holes_;
+    std::vector<Operation> parsed_operations_;
     bool has_connection_ended_ = false, is_rdma_broken_ = false;
     bool has_refusal_ = false; // The client's NIC refused a transfer.
 };

@@ -14,7 +14,7 @@ struct Session::PendingOperation {
     Operation operation{};
     std::shared_ptr<OpenFile> file;
     std::uint64_t started_bytes = 0; // Bytes that have a segment.
-    std::uint64_t moved_bytes = 0;   // Bytes moved so far: at the end the result, unless `error` is set.
+    std::uint64_t moved_bytes = 0;   // Bytes moved so far. At the end they are the result, unless `error` is set.
     std::int64_t error = 0;          // 0 or -errno.
     std::uint32_t segments_in_progress = 0;
     std::uint32_t checksum = 0; // CRC32C of the bytes moved so far.
@@ -48,11 +48,11 @@ struct Session::Segment {
     bool has_failed = false;
 };
 
-// Decides when a polling thread sleeps: when `factor` times `limit_us` have passed without progress.
+// Decides when a polling thread sleeps: after `factor` times `limit_us` without progress.
 class Spin {
 public:
     explicit Spin(std::uint32_t limit_us) : limit_(limit_us), last_progress_(Clock::now()) {}
-    // Starts the time again, after a sleep.
+    // Restarts the time limit after a sleep.
     void restart() { last_progress_ = Clock::now(); }
     bool should_continue(bool has_progress, unsigned factor) {
         const auto now = Clock::now();

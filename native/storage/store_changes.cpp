@@ -1,5 +1,5 @@
-// The part of Inode that changes files: writes, truncation, holes and times. Each change updates the checksums ("sums")
-// of the chunks that it changes.
+// The part of a storage server's Inode that changes files: writes, truncation, holes and times. Each change also
+// updates the checksums ("sums") of the changed chunks.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -32,9 +32,10 @@ int Inode::write_all(int file, std::uint64_t offset, std::span<const std::byte> 
 }
 
 void Inode::set_modification_time(int file) {
-    // The kernel's clock for file times ticks every few milliseconds. A change by another program in the same tick
-    // would leave the time unchanged and not be detected. So the server sets the time itself, with a finer clock. If
-    // only the owner of the file may set times, futimens fails, and the kernel's time remains.
+    // The kernel's clock for file times ticks every few milliseconds. If another program changed the file in the same
+    // tick, the time would stay the same, and the server would not detect the change. So the server sets the time
+    // itself, with a finer clock. If the server does not own the file, futimens may fail, and the kernel's time
+    // remains.
     timespec times[] = {{0, UTIME_OMIT}, {}};
     if (clock_gettime(CLOCK_REALTIME, &times[1]) == 0) {
         (void)futimens(file, times);
@@ -43,7 +44,7 @@ void Inode::set_modification_time(int file) {
 
 void Inode::finish_change(int file) {
     struct stat now {};
-    // If fstat fails, the stored version differs from the version of the file, so the next access discards all sums.
+    // If fstat fails, the stored version is wrong, so the next access discards all sums.
     sums_.end_change(fstat(file, &now) == 0 ? Version::of(now) : Version{});
 }
 
@@ -60,56 +61,61 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
         const int status = write_all(file, offset, data, written);
         return status != 0 ? status : static_cast<std::int64_t>(data.size());
     }
-    struct stat before {};
-    if (fstat(file, &before) != 0) {
+    struct stat status_before {};
+    if (fstat(file, &status_before) != 0) {
         return -errno;
     }
-    discard_sums_if_changed_outside(before);
-    const auto size = static_cast<std::uint64_t>(before.st_size);
-    const std::uint64_t end = offset + data.size(), first = offset / chunk_bytes, last = (end - 1) / chunk_bytes;
-    const auto count = static_cast<std::size_t>(last - first + 1);
-    if (const int status = sums_.reserve(first, last + 1); status != 0) {
+    discard_sums_if_changed_outside(status_before);
+    const auto size = static_cast<std::uint64_t>(status_before.st_size);
+    const std::uint64_t end = offset + data.size(), first_chunk = offset / chunk_bytes,
+                        last_chunk = (end - 1) / chunk_bytes;
+    const auto chunks_count = static_cast<std::size_t>(last_chunk - first_chunk + 1);
+    if (const int status = sums_.reserve(first_chunk, last_chunk + 1); status != 0) {
         return status;
     }
     thread_local std::vector<Sum> old_sums, new_sums;
     thread_local std::vector<std::uint32_t> crcs; // CRCs of the chunks that are written completely.
     thread_local Edge edge;
-    old_sums.resize(count);
-    new_sums.resize(count);
-    crcs.resize(count);
-    const auto complete_first = (offset + chunk_bytes - 1) / chunk_bytes;
-    const auto complete_end = std::max(end / chunk_bytes, complete_first);
-    crc32c_chunks(data.data() + (complete_first * chunk_bytes - offset), chunk_bytes, complete_end - complete_first,
-                  crcs.data());
-    for (std::size_t index = 0; index < count; ++index) {
-        const std::uint64_t chunk = first + index, begin = chunk * chunk_bytes;
+    old_sums.resize(chunks_count);
+    new_sums.resize(chunks_count);
+    crcs.resize(chunks_count);
+    const auto first_complete_chunk = (offset + chunk_bytes - 1) / chunk_bytes;
+    const auto complete_chunks_end = std::max(end / chunk_bytes, first_complete_chunk);
+    crc32c_chunks(data.data() + (first_complete_chunk * chunk_bytes - offset), chunk_bytes,
+                  complete_chunks_end - first_complete_chunk, crcs.data());
+    for (std::size_t index = 0; index < chunks_count; ++index) {
+        const std::uint64_t chunk = first_chunk + index, begin = chunk * chunk_bytes;
         old_sums[index] = sums_.get(chunk);
-        if (chunk >= complete_first && chunk < complete_end) {
-            new_sums[index] = {crcs[chunk - complete_first], static_cast<std::uint32_t>(chunk_bytes), SumState::valid};
+        if (chunk >= first_complete_chunk && chunk < complete_chunks_end) {
+            new_sums[index] = {crcs[chunk - first_complete_chunk], static_cast<std::uint32_t>(chunk_bytes),
+                               SumState::valid};
             continue;
         }
-        const std::uint64_t from = std::max(offset, begin), to = std::min<std::uint64_t>(end, begin + chunk_bytes);
+        const std::uint64_t change_begin = std::max(offset, begin),
+                            change_end = std::min<std::uint64_t>(end, begin + chunk_bytes);
         if (const int status = load_edge(file, chunk, size, edge); status != 0) {
             return status;
         }
-        const auto start = static_cast<std::size_t>(from - begin), stop = static_cast<std::size_t>(to - begin);
-        if (edge.length < start) {
-            std::memset(edge.bytes.data() + edge.length, 0, start - edge.length);
+        const auto change_begin_in_chunk = static_cast<std::size_t>(change_begin - begin),
+                   change_end_in_chunk = static_cast<std::size_t>(change_end - begin);
+        if (edge.length < change_begin_in_chunk) {
+            std::memset(edge.bytes.data() + edge.length, 0, change_begin_in_chunk - edge.length);
         }
-        std::memcpy(edge.bytes.data() + start, data.data() + (from - offset), stop - start);
-        const std::size_t length = std::max(edge.length, stop);
+        std::memcpy(edge.bytes.data() + change_begin_in_chunk, data.data() + (change_begin - offset),
+                    change_end_in_chunk - change_begin_in_chunk);
+        const std::size_t length = std::max(edge.length, change_end_in_chunk);
         new_sums[index] = {crc32c(edge.bytes.data(), length), static_cast<std::uint32_t>(length), SumState::valid};
     }
     sums_.begin_change();
-    for (std::size_t index = 0; index < count; ++index) {
-        sums_.set(first + index, {0, 0, SumState::being_written});
+    for (std::size_t index = 0; index < chunks_count; ++index) {
+        sums_.set(first_chunk + index, {0, 0, SumState::being_written});
     }
     const int status = write_all(file, offset, data, written);
-    for (std::size_t index = 0; index < count; ++index) {
-        const std::uint64_t begin = (first + index) * chunk_bytes;
+    for (std::size_t index = 0; index < chunks_count; ++index) {
+        const std::uint64_t begin = (first_chunk + index) * chunk_bytes;
         const bool is_complete = status == 0 || begin + chunk_bytes <= offset + written;
         const bool is_partly_written = written != 0 && begin < offset + written;
-        sums_.set(first + index, is_complete ? new_sums[index] : is_partly_written ? Sum{} : old_sums[index]);
+        sums_.set(first_chunk + index, is_complete ? new_sums[index] : is_partly_written ? Sum{} : old_sums[index]);
     }
     set_modification_time(file);
     finish_change(file);
@@ -117,7 +123,7 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
 }
 
 int Inode::set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns) {
-    const auto time_of = [](std::optional<std::int64_t> time_ns) {
+    const auto to_timespec = [](std::optional<std::int64_t> time_ns) {
         constexpr std::int64_t ns_per_second = 1'000'000'000;
         if (!time_ns) {
             return timespec{0, UTIME_OMIT};
@@ -126,14 +132,14 @@ int Inode::set_times(int file, std::optional<std::int64_t> access_ns, std::optio
         const std::int64_t nanoseconds = (*time_ns % ns_per_second + ns_per_second) % ns_per_second;
         return timespec{(*time_ns - nanoseconds) / ns_per_second, nanoseconds};
     };
-    const timespec times[] = {time_of(access_ns), time_of(modification_ns)};
+    const timespec times[] = {to_timespec(access_ns), to_timespec(modification_ns)};
     const std::unique_lock guard(lock_);
-    struct stat before {};
+    struct stat status_before {};
     if (sums_.is_open()) {
-        if (fstat(file, &before) != 0) {
+        if (fstat(file, &status_before) != 0) {
             return -errno;
         }
-        discard_sums_if_changed_outside(before);
+        discard_sums_if_changed_outside(status_before);
         sums_.begin_change();
     }
     const int status = futimens(file, times) != 0 ? -errno : 0;
@@ -149,19 +155,19 @@ int Inode::truncate(int file, std::uint64_t size) {
     if (!sums_.is_open()) {
         return ftruncate(file, static_cast<off_t>(size)) != 0 ? -errno : 0;
     }
-    struct stat before {};
-    if (fstat(file, &before) != 0) {
+    struct stat status_before {};
+    if (fstat(file, &status_before) != 0) {
         return -errno;
     }
-    discard_sums_if_changed_outside(before);
+    discard_sums_if_changed_outside(status_before);
     const std::uint64_t tail_chunk = size / chunk_bytes;
     const std::size_t tail_bytes = size % chunk_bytes;
-    const bool shrinks = size < static_cast<std::uint64_t>(before.st_size);
+    const bool is_shrinking = size < static_cast<std::uint64_t>(status_before.st_size);
     const Sum old_sum = sums_.get(tail_chunk);
     Sum new_sum = old_sum;
     thread_local Edge edge;
-    if (shrinks && tail_bytes != 0 && old_sum.state == SumState::valid) {
-        const auto old_size = static_cast<std::uint64_t>(before.st_size);
+    if (is_shrinking && tail_bytes != 0 && old_sum.state == SumState::valid) {
+        const auto old_size = static_cast<std::uint64_t>(status_before.st_size);
         if (const int status = load_edge(file, tail_chunk, old_size, edge); status != 0) {
             return status;
         }
@@ -171,14 +177,14 @@ int Inode::truncate(int file, std::uint64_t size) {
         }
     }
     sums_.begin_change();
-    if (shrinks) {
+    if (is_shrinking) {
         sums_.discard_from(tail_chunk + (tail_bytes != 0 ? 1 : 0));
         if (tail_bytes != 0 && old_sum.state == SumState::valid) {
             sums_.set(tail_chunk, {0, 0, SumState::being_written});
         }
     }
     const int status = ftruncate(file, static_cast<off_t>(size)) != 0 ? -errno : 0;
-    if (shrinks && tail_bytes != 0 && old_sum.state == SumState::valid) {
+    if (is_shrinking && tail_bytes != 0 && old_sum.state == SumState::valid) {
         sums_.set(tail_chunk, status == 0 ? new_sum : old_sum);
     }
     set_modification_time(file);
@@ -189,11 +195,11 @@ int Inode::truncate(int file, std::uint64_t size) {
 int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
     const std::unique_lock guard(lock_);
-    struct stat before {};
-    if (fstat(file, &before) != 0) {
+    struct stat status_before {};
+    if (fstat(file, &status_before) != 0) {
         return -errno;
     }
-    const auto size = static_cast<std::uint64_t>(before.st_size);
+    const auto size = static_cast<std::uint64_t>(status_before.st_size);
     end = std::min(end, size);
     if (begin >= end) {
         return 0;
@@ -207,12 +213,12 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
     if (!sums_.is_open()) {
         return punch_range();
     }
-    discard_sums_if_changed_outside(before);
-    const std::uint64_t first = begin / chunk_bytes, last = (end - 1) / chunk_bytes;
+    discard_sums_if_changed_outside(status_before);
+    const std::uint64_t first_chunk = begin / chunk_bytes, last_chunk = (end - 1) / chunk_bytes;
     thread_local Edge edge;
     std::array<Sum, 2> edge_sums; // New sums of the first and of the last chunk.
-    for (const std::uint64_t chunk : {first, last}) {
-        Sum& sum = edge_sums[chunk == first ? 0 : 1];
+    for (const std::uint64_t chunk : {first_chunk, last_chunk}) {
+        Sum& sum = edge_sums[chunk == first_chunk ? 0 : 1];
         const std::uint64_t chunk_begin = chunk * chunk_bytes;
         if (sums_.get(chunk).state != SumState::valid) {
             continue;
@@ -220,25 +226,25 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
         if (const int status = load_edge(file, chunk, size, edge); status != 0) {
             return status;
         }
-        const auto start = static_cast<std::size_t>(std::max(begin, chunk_begin) - chunk_begin);
-        const auto stop =
+        const auto hole_begin_in_chunk = static_cast<std::size_t>(std::max(begin, chunk_begin) - chunk_begin);
+        const auto hole_end_in_chunk =
             static_cast<std::size_t>(std::min<std::uint64_t>(end, chunk_begin + chunk_bytes) - chunk_begin);
-        std::memset(edge.bytes.data() + start, 0, stop - start);
+        std::memset(edge.bytes.data() + hole_begin_in_chunk, 0, hole_end_in_chunk - hole_begin_in_chunk);
         sum = {crc32c(edge.bytes.data(), edge.length), static_cast<std::uint32_t>(edge.length), SumState::valid};
     }
     sums_.begin_change();
-    for (std::uint64_t chunk = first; chunk <= last; ++chunk) {
+    for (std::uint64_t chunk = first_chunk; chunk <= last_chunk; ++chunk) {
         if (sums_.get(chunk).state != SumState::unknown) {
             sums_.set(chunk, {0, 0, SumState::being_written});
         }
     }
     const int status = punch_range();
-    for (std::uint64_t chunk = first; chunk <= last; ++chunk) {
+    for (std::uint64_t chunk = first_chunk; chunk <= last_chunk; ++chunk) {
         if (sums_.get(chunk).state != SumState::unknown) {
-            // The sums of the chunks between the edges become unknown. After a failure, the sums of the edges become
-            // unknown too, because it is unknown which bytes were changed.
-            const bool is_edge = chunk == first || chunk == last;
-            sums_.set(chunk, status == 0 && is_edge ? edge_sums[chunk == first ? 0 : 1] : Sum{});
+            // The sums of the chunks between the first and the last become unknown. If fallocate failed,
+            // the sums of these two become unknown too, because it is unknown which bytes it has changed.
+            const bool is_edge = chunk == first_chunk || chunk == last_chunk;
+            sums_.set(chunk, status == 0 && is_edge ? edge_sums[chunk == first_chunk ? 0 : 1] : Sum{});
         }
     }
     set_modification_time(file);

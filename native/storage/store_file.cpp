@@ -21,11 +21,12 @@ namespace {
 // Number of chunks whose CRCs are computed at a time.
 constexpr std::size_t chunks_per_batch = 64;
 
-// Fills `into`, or reads up to the end of the file. Returns the number of bytes, or -errno.
-std::int64_t read_fully(int file, std::uint64_t offset, std::span<std::byte> into) {
-    std::size_t done = 0;
-    while (done < into.size()) {
-        const ssize_t count = pread(file, into.data() + done, into.size() - done, static_cast<off_t>(offset + done));
+// Fills `destination`, or reads up to the end of the file. Returns the number of bytes, or -errno.
+std::int64_t read_fully(int file, std::uint64_t offset, std::span<std::byte> destination) {
+    std::size_t done_bytes = 0;
+    while (done_bytes < destination.size()) {
+        const ssize_t count = pread(file, destination.data() + done_bytes, destination.size() - done_bytes,
+                                    static_cast<off_t>(offset + done_bytes));
         if (count < 0 && errno == EINTR) {
             continue;
         }
@@ -35,9 +36,9 @@ std::int64_t read_fully(int file, std::uint64_t offset, std::span<std::byte> int
         if (count == 0) {
             break;
         }
-        done += static_cast<std::size_t>(count);
+        done_bytes += static_cast<std::size_t>(count);
     }
-    return static_cast<std::int64_t>(done);
+    return static_cast<std::int64_t>(done_bytes);
 }
 
 bool is_zero(std::span<const std::byte> bytes) {
@@ -83,7 +84,7 @@ std::shared_ptr<OpenFile> Store::adopt(Descriptor fd, bool may_read, bool may_wr
     {
         const std::unique_lock guard(inode->lock_);
         if (!inode->sums_.is_open() && !inode->is_unlinked_) {
-            // If this fails, there are no sums yet, or the store is read-only. Every sum is then unknown.
+            // open_sums() fails if there are no sums yet, or the store is read-only. Every sum is then unknown.
             (void)inode->open_sums(fd.get(), false);
         }
     }
@@ -158,7 +159,7 @@ int Inode::report_corruption(std::uint64_t chunk) {
 
 Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
-    const std::uint64_t first = offset / chunk_bytes;
+    const std::uint64_t first_chunk = offset / chunk_bytes;
     const std::size_t leading_bytes = offset % chunk_bytes; // Bytes of the first chunk before the range.
     for (bool is_second_read = false;; is_second_read = true) {
         std::uint64_t bad_chunk = 0;
@@ -168,21 +169,21 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
             const std::size_t bytes_to_read =
                 has_sums ? (leading_bytes + length + chunk_bytes - 1) / chunk_bytes * chunk_bytes
                          : leading_bytes + length;
-            const std::int64_t read_bytes = read_fully(file, first * chunk_bytes, buffer.first(bytes_to_read));
+            const std::int64_t read_bytes = read_fully(file, first_chunk * chunk_bytes, buffer.first(bytes_to_read));
             if (read_bytes < 0) {
                 return {read_bytes, 0};
             }
-            const auto size = static_cast<std::size_t>(read_bytes);
-            const std::size_t chunks_count = has_sums ? (size + chunk_bytes - 1) / chunk_bytes : 0;
-            const std::size_t complete_chunks_count = size / chunk_bytes;
-            std::size_t bad_index = chunks_count; // No chunk is bad.
+            const auto filled_bytes = static_cast<std::size_t>(read_bytes);
+            const std::size_t chunks_count = has_sums ? (filled_bytes + chunk_bytes - 1) / chunk_bytes : 0;
+            const std::size_t complete_chunks_count = filled_bytes / chunk_bytes;
+            std::size_t bad_index = chunks_count; // This value means that no chunk is bad.
             for (std::size_t begin = 0; begin < chunks_count && bad_index == chunks_count; begin += chunks_per_batch) {
                 const std::size_t batch_count = std::min(chunks_per_batch, chunks_count - begin);
                 const std::size_t complete_count =
                     std::min(batch_count, complete_chunks_count - std::min(begin, complete_chunks_count));
                 bool has_valid_sum = false;
                 for (std::size_t index = 0; index < batch_count && !has_valid_sum; ++index) {
-                    has_valid_sum = sums_.get(first + begin + index).state == SumState::valid;
+                    has_valid_sum = sums_.get(first_chunk + begin + index).state == SumState::valid;
                 }
                 if (!has_valid_sum) {
                     continue;
@@ -191,25 +192,28 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
                 crc32c_chunks(buffer.data() + begin * chunk_bytes, chunk_bytes, complete_count, crcs.data());
                 for (std::size_t index = 0; index < batch_count && bad_index == chunks_count; ++index) {
                     const std::size_t chunk_begin = (begin + index) * chunk_bytes;
-                    const Sum sum = sums_.get(first + begin + index);
+                    const Sum sum = sums_.get(first_chunk + begin + index);
                     const bool is_complete = index < complete_count && sum.length == chunk_bytes;
                     if (sum.state == SumState::valid &&
                         (is_complete
                              ? sum.crc != crcs[index]
-                             : !matches_sum(first + begin + index,
-                                            buffer.subspan(chunk_begin, std::min(chunk_bytes, size - chunk_begin))))) {
+                             : !matches_sum(
+                                   first_chunk + begin + index,
+                                   buffer.subspan(chunk_begin, std::min(chunk_bytes, filled_bytes - chunk_begin))))) {
                         bad_index = begin + index;
                     }
                 }
             }
             if (bad_index == chunks_count) {
-                return {size <= leading_bytes ? 0 : static_cast<std::int64_t>(std::min(length, size - leading_bytes)),
+                return {filled_bytes <= leading_bytes
+                            ? 0
+                            : static_cast<std::int64_t>(std::min(length, filled_bytes - leading_bytes)),
                         leading_bytes};
             }
-            bad_chunk = first + bad_index;
+            bad_chunk = first_chunk + bad_index;
         }
-        // Either another program changed the file, which its times show, or the bytes are corrupt. Bytes are reported
-        // as corrupt only after a second read.
+        // If another program has changed the file, the times of the file show it. Otherwise the bytes are corrupt,
+        // which is reported only after a second read.
         const std::unique_lock guard(lock_);
         struct stat now {};
         if (fstat(file, &now) != 0) {
@@ -235,8 +239,8 @@ int Inode::load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& ed
         return static_cast<int>(read_bytes);
     }
     edge.length = static_cast<std::size_t>(read_bytes);
-    // The new sum will cover the unchanged bytes of the chunk, too. So they are verified first; otherwise corrupt bytes
-    // would get a valid sum.
+    // The new sum will cover the unchanged bytes of the chunk, too. So this function verifies them first. Otherwise
+    // corrupt bytes would get a valid sum.
     return matches_sum(chunk, bytes.first(edge.length)) ? 0 : report_corruption(chunk);
 }
 

@@ -32,13 +32,13 @@ public:
     Inode(Store& store, std::uint64_t inode_number) : store_(store), inode_number_(inode_number) {}
 
     struct ReadResult {
-        // Number of bytes, or -errno. It is less than requested at the end of the file. -EIO: the bytes differ from the
-        // written bytes.
+        // Number of bytes, which is less than requested at the end of the file, or -errno. -EIO means that the bytes
+        // differ from the written bytes.
         std::int64_t result;
         std::size_t buffer_offset; // Position of the first requested byte in the buffer.
     };
-    // Reads all chunks that the range overlaps, and verifies their sums. The buffer must have space for two chunks more
-    // than `length`.
+    // Reads all chunks that the range overlaps, and verifies their sums. The buffer must have space for `length` bytes
+    // and two more chunks.
     ReadResult read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer);
     // Writes all bytes and returns their count, or returns -errno.
     std::int64_t write(int file, std::uint64_t offset, std::span<const std::byte> data);
@@ -51,13 +51,13 @@ public:
 
 private:
     friend class Store;
-    // The bytes of a chunk of which only a part changes: the first or last chunk of a change.
+    // The bytes of the first or last chunk of a change, if only a part of the chunk changes.
     struct Edge {
         std::size_t length = 0; // Length of the chunk before the change.
         std::array<std::byte, chunk_bytes_max> bytes;
     };
 
-    // The functions that return int return 0 or -errno.
+    // A function that returns int returns 0 or -errno.
     int open_sums(int file, bool create);
     void discard_sums_if_changed_outside(const struct stat& file);
     bool matches_sum(std::uint64_t chunk, std::span<const std::byte> bytes) const;
@@ -85,8 +85,8 @@ struct OpenFile {
 
 class Store {
 public:
-    // The caller owns the descriptors. chunk_bytes is a power of two from 4096 to 65536. `generation`: the memory of
-    // SumsGeneration, or -1 if no other process reads the sums. Throws std::system_error.
+    // The caller owns the descriptors. `chunk_bytes` is a power of two from 4096 to 65536. `generation` is the
+    // descriptor of the memory for SumsGeneration, or -1 if no other process reads the sums. Throws std::system_error.
     Store(int sums_folder, std::uint32_t chunk_bytes, int generation = -1);
 
     // Makes an OpenFile of an open descriptor. `may_read` and `may_write` are the rights of the client. Throws

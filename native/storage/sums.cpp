@@ -1,4 +1,5 @@
-// The sums file of one inode: its layout and mapping, and when its sums are discarded as outdated.
+// The file with the checksums ("sums") of one inode: its layout, its mapping, and when its sums are discarded as
+// outdated.
 #include "storage/sums.hpp"
 
 #include <fcntl.h>
@@ -26,29 +27,29 @@ namespace {
 
 constexpr std::uint64_t page_bytes = 4096, entries_per_page = page_bytes / sizeof(std::uint64_t);
 constexpr char magic[8] = {'G', 'D', 'R', 'S', 'U', 'M', 'S', '1'};
-// If a server is killed during a change, the mtime that it has set differs by at most these times from the begin of the
-// change. The mtime may be earlier than the begin, because the kernel's clock for mtimes ticks every 1 to 10 ms.
-constexpr std::int64_t before_change_ns = 20'000'000, after_change_ns = 200'000'000;
+// If a server is killed during a change, the mtime of the file differs from the begin of the change by at most these
+// times. It may be earlier than the begin, because the kernel's clock for mtimes ticks every 1 to 10 ms.
+constexpr std::int64_t mtime_before_change_max_ns = 20'000'000, mtime_after_change_max_ns = 200'000'000;
 
 // Packs a sum into 64 bits: from the lowest bit, 32 bits of CRC, 2 bits of state and 30 bits of length.
-std::uint64_t packed(const Sum& sum) {
+std::uint64_t pack_sum(const Sum& sum) {
     return sum.crc | std::uint64_t{static_cast<std::uint32_t>(sum.state)} << 32 | std::uint64_t{sum.length} << 34;
 }
 
-Sum unpacked(std::uint64_t entry) {
+Sum unpack_sum(std::uint64_t entry) {
     return {static_cast<std::uint32_t>(entry), static_cast<std::uint32_t>(entry >> 34),
             static_cast<SumState>(entry >> 32 & 3)};
 }
 
-// Atomic access to a field of the mapped file.
-template <typename T> void store(T& field, T value) {
+// Both functions access a field of the mapped file atomically.
+template <typename T> void store_atomically(T& field, T value) {
     std::atomic_ref<T>(field).store(value, std::memory_order_release);
 }
-template <typename T> T load(const T& field) {
+template <typename T> T load_atomically(const T& field) {
     return std::atomic_ref<T>(const_cast<T&>(field)).load(std::memory_order_acquire);
 }
 
-std::int64_t now_ns() {
+std::int64_t get_time_ns() {
     timespec now{};
     clock_gettime(CLOCK_REALTIME, &now);
     return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
@@ -60,9 +61,9 @@ struct Identity {
     bool operator==(const Identity&) const = default;
 };
 
-// Returns the inode number and the birth time. The kernel reuses the inode number of a deleted file, and then only the
-// birth time differs.
-Identity identity_of(int file) {
+// Returns the inode number and the birth time. If the kernel reuses the inode number of a deleted file, only the birth
+// time differs.
+Identity query_identity(int file) {
     struct statx info {};
     if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &info) != 0) {
         return {};
@@ -154,7 +155,7 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
         return descriptor;
     }
     fd_ = Descriptor(descriptor);
-    // The first page is allocated before it is written to. Otherwise the write would raise SIGBUS if the disk is full.
+    // Allocate the first page before the first write to it. Otherwise the write would raise SIGBUS if the disk is full.
     int status = fallocate(descriptor, 0, 0, page_bytes) != 0 ? -errno : 0;
     struct stat now {};
     if (status == 0 && fstat(descriptor, &now) != 0) {
@@ -178,7 +179,7 @@ int SumsFile::discard_if_foreign(int file, std::uint32_t chunk_bytes) {
     if (fstat(file, &now) != 0) {
         return -errno;
     }
-    const Identity identity = identity_of(file);
+    const Identity identity = query_identity(file);
     const Version current = Version::of(now);
     if (std::memcmp(header_->magic, magic, sizeof magic) != 0 || header_->chunk_bytes != chunk_bytes ||
         !(header_->identity == identity)) {
@@ -186,18 +187,18 @@ int SumsFile::discard_if_foreign(int file, std::uint32_t chunk_bytes) {
         header_->chunk_bytes = chunk_bytes;
         header_->reserved = 0;
         header_->identity = identity;
-        // The magic is written last. If the process is killed before, the header is invalid and is ignored.
+        // The magic is written last. If the process is killed earlier, the header is invalid and will be ignored.
         std::atomic_signal_fence(std::memory_order_seq_cst);
         std::memcpy(header_->magic, magic, sizeof magic);
         return 0;
     }
-    const std::int64_t change_begin_ns = load(header_->change_begin_ns);
+    const std::int64_t change_begin_ns = load_atomically(header_->change_begin_ns);
     if (change_begin_ns != 0) {
         // The server was killed during a change, so the sums of the changed chunks are unknown. If the mtime of the
-        // file is near the begin of the change, the change of the server set it, and the other sums stay valid.
+        // file is near the begin of this change, no other program has changed the file, and the other sums stay valid.
         const std::int64_t modification_ns = current.seconds * 1'000'000'000LL + current.nanoseconds;
-        if (modification_ns >= change_begin_ns - before_change_ns &&
-            modification_ns <= change_begin_ns + after_change_ns) {
+        if (modification_ns >= change_begin_ns - mtime_before_change_max_ns &&
+            modification_ns <= change_begin_ns + mtime_after_change_max_ns) {
             end_change(current);
             return 0;
         }
@@ -205,13 +206,13 @@ int SumsFile::discard_if_foreign(int file, std::uint32_t chunk_bytes) {
     if (!(version() == current)) {
         reset(current);
     }
-    store(header_->change_begin_ns, std::int64_t{0});
+    store_atomically(header_->change_begin_ns, std::int64_t{0});
     return 0;
 }
 
 int SumsFile::reserve(std::uint64_t first, std::uint64_t end) {
     if (end > capacity_) {
-        // The capacity grows by half each time, so that a growing file is not mapped again with every chunk.
+        // The capacity grows by at least half each time, so that a growing file is not mapped again for every chunk.
         if (const int status = map(std::max(end, capacity_ + capacity_ / 2)); status != 0) {
             return status;
         }
@@ -231,12 +232,12 @@ Sum SumsFile::get(std::uint64_t chunk) const noexcept {
     if (chunk >= capacity_) {
         return {};
     }
-    return unpacked(load(entries_[chunk]));
+    return unpack_sum(load_atomically(entries_[chunk]));
 }
 
 void SumsFile::set(std::uint64_t chunk, const Sum& sum) noexcept {
     if (chunk < capacity_) {
-        store(entries_[chunk], sum.state == SumState::unknown ? std::uint64_t{0} : packed(sum));
+        store_atomically(entries_[chunk], sum.state == SumState::unknown ? std::uint64_t{0} : pack_sum(sum));
     }
 }
 
@@ -244,11 +245,11 @@ void SumsFile::discard_from(std::uint64_t first) noexcept {
     if (first >= capacity_) {
         return;
     }
-    // The entries up to the next page are set to 0. The pages after them are discarded.
+    // The entries in the rest of the first page are set to 0. The pages after it are discarded.
     const std::uint64_t first_page = (first + entries_per_page - 1) / entries_per_page;
     for (std::uint64_t chunk = first; chunk < std::min(capacity_, first_page * entries_per_page); ++chunk) {
-        if (load(entries_[chunk]) != 0) {
-            store(entries_[chunk], std::uint64_t{0});
+        if (load_atomically(entries_[chunk]) != 0) {
+            store_atomically(entries_[chunk], std::uint64_t{0});
         }
     }
     const std::uint64_t pages_count = capacity_ / entries_per_page;
@@ -261,8 +262,8 @@ void SumsFile::discard_from(std::uint64_t first) noexcept {
             // Not every file system can punch holes. Entries that are 0 are not written, because their page may have no
             // disk space.
             for (std::uint64_t chunk = first_page * entries_per_page; chunk < capacity_; ++chunk) {
-                if (load(entries_[chunk]) != 0) {
-                    store(entries_[chunk], std::uint64_t{0});
+                if (load_atomically(entries_[chunk]) != 0) {
+                    store_atomically(entries_[chunk], std::uint64_t{0});
                 }
             }
         }
@@ -274,14 +275,14 @@ Version SumsFile::version() const noexcept {
 }
 
 void SumsFile::begin_change() noexcept {
-    store(header_->change_begin_ns, now_ns());
+    store_atomically(header_->change_begin_ns, get_time_ns());
 }
 
 void SumsFile::end_change(const Version& version) noexcept {
-    store(header_->version.seconds, version.seconds);
-    store(header_->version.nanoseconds, version.nanoseconds);
-    store(header_->version.size, version.size);
-    store(header_->change_begin_ns, std::int64_t{0});
+    store_atomically(header_->version.seconds, version.seconds);
+    store_atomically(header_->version.nanoseconds, version.nanoseconds);
+    store_atomically(header_->version.size, version.size);
+    store_atomically(header_->change_begin_ns, std::int64_t{0});
 }
 
 void SumsFile::reset(const Version& version) noexcept {
@@ -289,9 +290,9 @@ void SumsFile::reset(const Version& version) noexcept {
     end_change(version);
 }
 
-std::int64_t read_cached(int file, void* into, std::size_t length, std::uint64_t offset) noexcept {
+std::int64_t read_cached(int file, void* destination, std::size_t length, std::uint64_t offset) noexcept {
     static_assert(sizeof(long) == 8, "the offset must fit into one argument");
-    const iovec part{into, length};
+    const iovec part{destination, length};
     for (;;) {
         const long count = syscall(SYS_preadv2, file, &part, 1L, offset, 0L, RWF_NOWAIT);
         if (count >= 0 || errno != EINTR) {
@@ -315,9 +316,9 @@ int SumsReader::open(int folder, int file) {
     if (count < 0) {
         return static_cast<int>(count);
     }
-    // A short header: the server creates the file now.
+    // A short header means that the server is just creating the file.
     if (count != sizeof header || std::memcmp(header.magic, magic, sizeof magic) != 0 ||
-        !(header.identity == identity_of(file)) || header.chunk_bytes < page_bytes ||
+        !(header.identity == query_identity(file)) || header.chunk_bytes < page_bytes ||
         header.chunk_bytes > chunk_bytes_max || !std::has_single_bit(header.chunk_bytes)) {
         return -ESTALE;
     }
@@ -333,19 +334,19 @@ bool SumsReader::read(std::uint64_t first, std::span<Sum> sums) const noexcept {
     }
     const std::span bytes = std::as_writable_bytes(std::span(entries).first(sums.size()));
     // A short read may end at a page that is not in the page cache. Only 0 bytes mean the end of the file.
-    for (std::size_t done = 0; done < bytes.size();) {
-        const std::int64_t count = read_cached(fd_.get(), bytes.data() + done, bytes.size() - done,
-                                               page_bytes + first * sizeof entries[0] + done);
+    for (std::size_t done_bytes = 0; done_bytes < bytes.size();) {
+        const std::int64_t count = read_cached(fd_.get(), bytes.data() + done_bytes, bytes.size() - done_bytes,
+                                               page_bytes + first * sizeof entries[0] + done_bytes);
         if (count < 0) {
             return false;
         }
         if (count == 0) {
             break;
         }
-        done += static_cast<std::size_t>(count);
+        done_bytes += static_cast<std::size_t>(count);
     }
     std::transform(sums.begin(), sums.end(), entries.begin(), sums.begin(),
-                   [](const Sum&, std::uint64_t entry) { return unpacked(entry); });
+                   [](const Sum&, std::uint64_t entry) { return unpack_sum(entry); });
     return true;
 }
 

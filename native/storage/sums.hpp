@@ -1,5 +1,5 @@
-// The sums file of one inode, which stores a CRC32C per chunk of its file. It is mapped into memory, so that the sums
-// survive the process. Another process on this machine can read the sums too (SumsReader).
+// The sums file of one inode, which stores a checksum (CRC32C) for each chunk of the inode's data. The server maps it
+// into memory. The sums survive the server process. Another process on this machine can read them too (SumsReader).
 #pragma once
 
 #include <sys/stat.h>
@@ -15,11 +15,11 @@
 
 namespace gdrkit::storage {
 
-inline constexpr std::size_t chunk_bytes_max = 65536; // Largest number of bytes of which a sum is stored.
+inline constexpr std::size_t chunk_bytes_max = 65536; // Largest size of a chunk, which has one sum.
 
 enum class SumState : std::uint32_t { unknown = 0, valid = 1, being_written = 2 };
 
-// The CRC of the first `length` bytes of a chunk. If the file has grown since, the bytes after them must be zeros.
+// The CRC of the first `length` bytes of a chunk. If the file has grown since then, the bytes after them must be zeros.
 struct Sum {
     std::uint32_t crc = 0;
     std::uint32_t length = 0;
@@ -35,8 +35,8 @@ struct Version {
 };
 
 // A counter in memory that the server shares with a reader of the sums in another process. The server advances it when
-// it starts, and before it stores the first sums in a new part of a sums file. A reader that has found no sums file
-// then searches it again.
+// it starts, and before it stores the first sums in a new part of a sums file. A reader that has found no sums searches
+// for them again when the counter has changed.
 class SumsGeneration {
 public:
     SumsGeneration() = default;
@@ -44,8 +44,9 @@ public:
     SumsGeneration& operator=(const SumsGeneration&) = delete;
     ~SumsGeneration();
 
-    // Maps the counter in the shared memory `memory`, which the caller still owns. `may_advance`: the memory is open
-    // for writing. Returns 0 or -errno. -EINVAL: the memory has less than a page, or other processes may shrink it.
+    // Maps the counter. `memory` is a descriptor of the shared memory, which the caller still owns. If `may_advance` is
+    // set, the memory must be open for writing. Returns 0 or -errno. -EINVAL means that the memory has less than a
+    // page, or that other processes may shrink it.
     int open(int memory, bool may_advance);
     std::uint64_t get() const noexcept { return counter_->load(std::memory_order_seq_cst); }
     void advance() noexcept {
@@ -61,8 +62,8 @@ private:
 // Returns the name of the sums file of an inode, relative to the folder of the sums.
 std::string make_sums_name(std::uint64_t inode_number);
 
-// The class stores its entries in program order. So after a SIGKILL, the file contains all stores before the last
-// write(2). The caller must hold the lock of the inode.
+// The sums file, as the server reads and changes it. The class stores its entries in program order. So after a SIGKILL,
+// the file contains all sums that were stored before the last write(2). The caller must hold the lock of the inode.
 class SumsFile {
 public:
     SumsFile() = default;
@@ -71,8 +72,9 @@ public:
     ~SumsFile();
 
     // Opens the sums file `name` in `folder`, and creates it if `create` is set. `file` is a descriptor of the inode's
-    // file. Returns 0 or -errno. If the sums belong to another inode or chunk size, or another program has changed the
-    // file, all sums are discarded. Afterwards version() is the version of the file. The caller keeps `generation`.
+    // file. Discards all sums if they belong to another inode or chunk size, or if another program has changed the
+    // file. Afterwards version() is the version of the file. `generation` must outlive this object. Returns 0 or
+    // -errno.
     int open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes,
              SumsGeneration& generation);
     bool is_open() const noexcept { return header_ != nullptr; }
@@ -82,13 +84,14 @@ public:
     int reserve(std::uint64_t first, std::uint64_t end);
 
     Sum get(std::uint64_t chunk) const noexcept;
-    // Sets the sum of a chunk. Does nothing if the chunk is not reserved; its sum stays unknown.
+    // Sets the sum of a chunk. Does nothing if the chunk is not reserved, so that its sum stays unknown.
     void set(std::uint64_t chunk, const Sum& sum) noexcept;
     // Discards the sums of the chunks from `first` on, which are then unknown.
     void discard_from(std::uint64_t first) noexcept;
 
     Version version() const noexcept;
-    // The file may change only between these two calls. If the process is killed in this time, the header shows it.
+    // The file may change only between begin_change() and end_change(). If the process is killed between the calls, the
+    // header shows it.
     void begin_change() noexcept;
     void end_change(const Version& version) noexcept;
     // Makes the sum of every chunk unknown.
@@ -108,19 +111,19 @@ private:
     Header* header_ = nullptr;
     std::uint64_t* entries_ = nullptr;
     std::uint64_t capacity_ = 0;       // Number of mapped entries.
-    std::vector<bool> has_disk_space_; // For each page of entries.
+    std::vector<bool> has_disk_space_; // One value for each page of entries.
 };
 
-// The sums of one inode as another process than the server reads them. The server may change them at any time. The
-// reads do not wait for a disk: the sums file is not mapped, because a page fault would wait.
+// A reader of the sums of one inode in a process other than the server. The server may change the sums at any time. The
+// reader never waits for a disk, so it does not map the sums file: a page fault could wait for a disk.
 class SumsReader {
 public:
-    // Opens the sums of the inode of `file`, or opens them again. Returns 0 or -errno. -ENOENT: the file has no sums.
-    // -ESTALE: the sums belong to an earlier file with this inode number. -EAGAIN: a disk must be read.
+    // Opens the sums of the inode of `file`. May be called again. Returns 0 or -errno: -ENOENT if the file has no sums,
+    // -ESTALE if the sums belong to an earlier file with this inode number, -EAGAIN if a disk must be read.
     int open(int folder, int file);
     std::uint32_t chunk_bytes() const noexcept { return chunk_bytes_; }
-    // Reads the sums of the chunks from `first` on. Chunks behind the end of the sums file have no sum. Returns false
-    // if a disk must be read, or for more than sums_per_read_max sums.
+    // Reads the sums of the chunks from `first` on. Chunks after the end of the sums file have unknown sums. Returns
+    // false if a disk must be read, or if `sums` has more than sums_per_read_max entries.
     static constexpr std::size_t sums_per_read_max = 64;
     bool read(std::uint64_t first, std::span<Sum> sums) const noexcept;
 
@@ -129,8 +132,8 @@ private:
     std::uint32_t chunk_bytes_ = 0;
 };
 
-// Calls preadv2(2) with RWF_NOWAIT, which reads only bytes in the page cache. The function of glibc is a cancellation
-// point, which costs some nanoseconds. Returns -errno after an error.
-std::int64_t read_cached(int file, void* into, std::size_t length, std::uint64_t offset) noexcept;
+// Calls preadv2(2) with RWF_NOWAIT, which reads only bytes in the page cache. It makes the system call directly,
+// because the function of glibc is a cancellation point, which costs some nanoseconds. Returns -errno after an error.
+std::int64_t read_cached(int file, void* destination, std::size_t length, std::uint64_t offset) noexcept;
 
 } // namespace gdrkit::storage

@@ -82,12 +82,12 @@ std::vector<std::string> Device::list_names() {
 Device::Device(const std::string& name) : name_(name) {
     const DeviceList list;
     ibv_device** const end = list.devices + list.count;
-    ibv_device** const match =
+    ibv_device** const matching_device =
         std::find_if(list.devices, end, [&](ibv_device* device) { return name == ibv_get_device_name(device); });
-    if (match == end) {
+    if (matching_device == end) {
         throw Error("no such RDMA device", ENODEV, name);
     }
-    context_.reset(ibv_open_device(*match));
+    context_.reset(ibv_open_device(*matching_device));
     if (!context_) {
         throw Error("ibv_open_device", last_errno(), name);
     }
@@ -121,7 +121,7 @@ void Device::choose_gid() {
     // The elements are: is not RoCE v2, is not IPv4, is link-local, index. The smallest rank is the best.
     using Rank = std::tuple<bool, bool, bool, int>;
     bool has_gid = false;
-    Rank best;
+    Rank best_rank;
     for (int index = 0; index < attributes_.gid_tbl_len; ++index) {
         ibv_gid_entry entry{};
         if (ibv_query_gid_ex(context_.get(), port_, static_cast<std::uint32_t>(index), &entry, 0) != 0) {
@@ -132,9 +132,9 @@ void Device::choose_gid() {
             const bool is_ipv4 = starts_with(entry.gid, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff});
             rank = {entry.gid_type != IBV_GID_TYPE_ROCE_V2, !is_ipv4, starts_with(entry.gid, {0xfe, 0x80}), index};
         }
-        if (!has_gid || rank < best) {
+        if (!has_gid || rank < best_rank) {
             has_gid = true;
-            best = rank;
+            best_rank = rank;
             gid_index_ = index;
             gid_ = entry.gid;
         }

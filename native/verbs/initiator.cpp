@@ -15,7 +15,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t completions_per_poll = 64;
-// Number of polls without a completion between two reads of the clock. After each read, another thread may run.
+// Number of polls without a completion between two reads of the clock. After each read, this thread yields the
+// processor.
 constexpr unsigned polls_per_clock_read = 256;
 // The wr_id of the last operation of a list has two halves: the upper half is the index of the queue pair, and the
 // lower half is the number of operations in the list.
@@ -25,7 +26,7 @@ std::uint64_t count_elapsed_ns(Clock::time_point begin_time) {
     return static_cast<std::uint64_t>(std::chrono::nanoseconds(Clock::now() - begin_time).count());
 }
 
-// The layout of staging memory that is one buffer.
+// Returns the layout of staging memory that consists of one buffer.
 Staging::Layout make_single_buffer_layout(std::size_t memory_bytes) {
     Staging::Layout layout{};
     layout.small_bytes = 0;

@@ -17,47 +17,47 @@ namespace gdrkit::verbs {
 
 namespace {
 
-[[noreturn]] void raise_os_error(int error_number, const std::string& text) {
-    PyErr_SetObject(PyExc_OSError, nb::make_tuple(error_number, text).ptr());
+[[noreturn]] void raise_os_error(int error_number, const std::string& message) {
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(error_number, message).ptr());
     throw nb::python_error();
 }
 
 // Runs a function without the GIL and returns its result. An Error becomes an OSError with the errno.
-template <typename Function> auto without_gil(const Function& function) {
+template <typename Function> auto run_without_gil(const Function& function) {
     int error_number = 0;
-    std::string text;
+    std::string message;
     {
         const GilRelease release;
         try {
             return function();
         } catch (const Error& error) {
             error_number = error.number();
-            text = error.what();
+            message = error.what();
         }
     }
-    raise_os_error(error_number, text);
+    raise_os_error(error_number, message);
 }
 
-Endpoint parse_endpoint(const nb::dict& data) {
+Endpoint parse_endpoint(const nb::dict& fields) {
     Endpoint endpoint;
-    endpoint.qp_number = nb::cast<std::uint32_t>(data["qp_number"]);
-    endpoint.psn = nb::cast<std::uint32_t>(data["psn"]);
-    endpoint.lid = nb::cast<std::uint16_t>(data["lid"]);
-    endpoint.mtu_bytes = nb::cast<std::uint32_t>(data["mtu_bytes"]);
-    if (!parse_gid(nb::cast<std::string>(data["gid"]), endpoint.gid)) {
+    endpoint.qp_number = nb::cast<std::uint32_t>(fields["qp_number"]);
+    endpoint.psn = nb::cast<std::uint32_t>(fields["psn"]);
+    endpoint.lid = nb::cast<std::uint16_t>(fields["lid"]);
+    endpoint.mtu_bytes = nb::cast<std::uint32_t>(fields["mtu_bytes"]);
+    if (!parse_gid(nb::cast<std::string>(fields["gid"]), endpoint.gid)) {
         raise_os_error(EINVAL, "gid must be eight groups of four hexadecimal digits with colons between them");
     }
     return endpoint;
 }
 
 nb::dict make_dict(const Endpoint& endpoint) {
-    nb::dict data;
-    data["qp_number"] = endpoint.qp_number;
-    data["psn"] = endpoint.psn;
-    data["gid"] = format_gid(endpoint.gid);
-    data["lid"] = endpoint.lid;
-    data["mtu_bytes"] = endpoint.mtu_bytes;
-    return data;
+    nb::dict fields;
+    fields["qp_number"] = endpoint.qp_number;
+    fields["psn"] = endpoint.psn;
+    fields["gid"] = format_gid(endpoint.gid);
+    fields["lid"] = endpoint.lid;
+    fields["mtu_bytes"] = endpoint.mtu_bytes;
+    return fields;
 }
 
 Burst make_burst(bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key, std::uint32_t length_bytes,
@@ -77,13 +77,13 @@ Burst make_burst(bool to_peer, std::uint64_t remote_address, std::uint32_t remot
 }
 
 nb::dict make_dict(const Outcome& outcome) {
-    nb::dict data;
-    data["elapsed_ns"] = outcome.elapsed_ns;
-    data["done"] = outcome.done;
-    data["status"] = static_cast<int>(outcome.status);
-    data["vendor_error"] = outcome.vendor_error;
-    data["timed_out"] = outcome.timed_out;
-    return data;
+    nb::dict fields;
+    fields["elapsed_ns"] = outcome.elapsed_ns;
+    fields["done"] = outcome.done;
+    fields["status"] = static_cast<int>(outcome.status);
+    fields["vendor_error"] = outcome.vendor_error;
+    fields["timed_out"] = outcome.timed_out;
+    return fields;
 }
 
 void bind(nb::module_& module) {
@@ -92,7 +92,7 @@ void bind(nb::module_& module) {
             "__init__",
             [](Initiator* self, const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs,
                std::uint32_t depth_max) {
-                without_gil([&] { return new (self) Initiator(device, memory_bytes, queue_pairs, depth_max); });
+                run_without_gil([&] { return new (self) Initiator(device, memory_bytes, queue_pairs, depth_max); });
             },
             "device"_a, nb::kw_only(), "memory_bytes"_a, "queue_pairs"_a, "depth_max"_a)
         .def_prop_ro("endpoints",
@@ -113,7 +113,7 @@ void bind(nb::module_& module) {
                 for (const nb::dict& peer : peers) {
                     endpoints.push_back(parse_endpoint(peer));
                 }
-                without_gil([&] { self.connect(endpoints, reads_max); });
+                run_without_gil([&] { self.connect(endpoints, reads_max); });
             },
             "peers"_a, nb::kw_only(), "reads_max"_a)
         .def(
@@ -125,7 +125,8 @@ void bind(nb::module_& module) {
                 return nb::steal<nb::object>(view);
             },
             nb::sig("def memory(self) -> memoryview"),
-            "Return a view of the memory. The view must be deleted before this object is.")
+            "Return a view of the memory. Delete the view before this object, because it does not keep the memory "
+            "alive.")
         .def(
             "run",
             [](Initiator& self, bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key,
@@ -133,7 +134,7 @@ void bind(nb::module_& module) {
                std::uint32_t list_length, double time_limit_s) {
                 const Burst burst = make_burst(to_peer, remote_address, remote_key, length_bytes, slots, operations,
                                                depth, list_length, time_limit_s);
-                return make_dict(without_gil([&] { return self.run(burst); }));
+                return make_dict(run_without_gil([&] { return self.run(burst); }));
             },
             nb::kw_only(), "to_peer"_a, "remote_address"_a, "remote_key"_a, "length_bytes"_a, "slots"_a, "operations"_a,
             "depth"_a, "list_length"_a, "time_limit_s"_a)
@@ -144,9 +145,9 @@ void bind(nb::module_& module) {
                 const Burst burst = make_burst(to_peer, remote_address, remote_key, length_bytes, slots, operations, 1,
                                                1, time_limit_s);
                 std::vector<std::uint64_t> times_ns(operations);
-                nb::dict data = make_dict(without_gil([&] { return self.run_singly(burst, times_ns); }));
-                data["times_ns"] = times_ns;
-                return data;
+                nb::dict fields = make_dict(run_without_gil([&] { return self.run_singly(burst, times_ns); }));
+                fields["times_ns"] = times_ns;
+                return fields;
             },
             nb::kw_only(), "to_peer"_a, "remote_address"_a, "remote_key"_a, "length_bytes"_a, "slots"_a, "operations"_a,
             "time_limit_s"_a);
@@ -157,6 +158,6 @@ void bind(nb::module_& module) {
 } // namespace gdrkit::verbs
 
 NB_MODULE(_initiator, module) {
-    module.doc() = "An RDMA initiator that measures: bursts and single operations against a passive peer.";
+    module.doc() = "An RDMA initiator that measures bursts and single operations against a passive peer.";
     gdrkit::verbs::bind(module);
 }

@@ -11,14 +11,14 @@ namespace {
 
 constexpr std::size_t huge_page_bytes = 2UL << 20;
 
-constexpr std::size_t round_up(std::size_t size) noexcept {
-    return (size + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
+constexpr std::size_t round_up(std::size_t size_bytes) noexcept {
+    return (size_bytes + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
 }
 
 // Maps anonymous memory that begins at a huge page, and asks for huge pages. The registration of a huge page pins one
 // page instead of 512.
-std::byte* map_aligned(std::size_t size) {
-    const std::size_t mapped_bytes = size + huge_page_bytes;
+std::byte* map_aligned(std::size_t size_bytes) {
+    const std::size_t mapped_bytes = size_bytes + huge_page_bytes;
     void* const mapped = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) {
         throw Error("mmap", last_errno());
@@ -29,8 +29,8 @@ std::byte* map_aligned(std::size_t size) {
     if (head_bytes != 0) {
         munmap(begin, head_bytes);
     }
-    munmap(begin + head_bytes + size, huge_page_bytes - head_bytes);
-    madvise(begin + head_bytes, size, MADV_HUGEPAGE);
+    munmap(begin + head_bytes + size_bytes, huge_page_bytes - head_bytes);
+    madvise(begin + head_bytes, size_bytes, MADV_HUGEPAGE);
     return begin + head_bytes;
 }
 
@@ -38,15 +38,15 @@ std::byte* map_aligned(std::size_t size) {
 
 Staging::Staging(std::span<Device* const> devices, const Layout& layout)
     : layout_(layout),
-      size_(round_up(layout.small_bytes * layout.small_count + layout.large_bytes * layout.large_count)),
-      memory_(map_aligned(size_)) {
+      size_bytes_(round_up(layout.small_bytes * layout.small_count + layout.large_bytes * layout.large_count)),
+      memory_(map_aligned(size_bytes_)) {
     for (Device* const device : devices) {
         // The region has no remote access, because only this side starts transfers.
-        regions_.emplace_back(ibv_reg_mr(device->domain(), memory_, size_, IBV_ACCESS_LOCAL_WRITE));
+        regions_.emplace_back(ibv_reg_mr(device->domain(), memory_, size_bytes_, IBV_ACCESS_LOCAL_WRITE));
         if (!regions_.back()) {
             const int error_number = last_errno();
             regions_.clear();
-            munmap(memory_, size_);
+            munmap(memory_, size_bytes_);
             throw Error("ibv_reg_mr", error_number, device->name());
         }
     }
@@ -60,7 +60,7 @@ Staging::Staging(std::span<Device* const> devices, const Layout& layout)
 
 Staging::~Staging() {
     regions_.clear();
-    munmap(memory_, size_);
+    munmap(memory_, size_bytes_);
 }
 
 Staging::Buffer Staging::take(std::size_t size_bytes) {

@@ -39,7 +39,7 @@ public:
 
 private:
     Layout layout_;
-    std::size_t size_;
+    std::size_t size_bytes_;
     std::byte* memory_;
     std::vector<Owned<ibv_mr>> regions_;
     std::vector<std::uint32_t> free_small_, free_large_; // Indices of the free buffers.

@@ -1,5 +1,5 @@
-// Tests of the copy engine without libcuda: transfers of host memory work, and transfers of device memory fail with
-// ENOENT of dlopen.
+// Tests of the copy engine on a machine without libcuda: transfers of host memory work, and transfers of device memory
+// fail with ENOENT from dlopen.
 #include <cerrno>
 
 #include "engine/tests/fixture.hpp"

@@ -1,5 +1,5 @@
-// CUDA driver calls for the engine's tests: the part of the application, which allocates and checks device memory. They
-// work with a real GPU and with the software twin of libcuda.
+// CUDA driver calls with which the engine's tests, like an application, allocate and check device memory. They work
+// with a real GPU and with the software twin of libcuda.
 #pragma once
 
 #include <dlfcn.h>
@@ -18,7 +18,7 @@ template <typename... Arguments> int call_driver(const char* symbol, Arguments..
 }
 
 // Memory of one device, initially filled with 0xa5. Each method makes its context current and restores the previous
-// one.
+// context.
 class Memory {
 public:
     Memory(int device, u64 length) : device_(device), length_(length) {

@@ -1,5 +1,5 @@
-// Tests of jobs between files and device memory: every byte arrives, with unaligned ends, cached and uncached files,
-// several devices and several callers.
+// Tests of the copy engine with jobs between files and device memory: every byte arrives, with unaligned ends, cached
+// and uncached files, several devices and several callers.
 #include <algorithm>
 #include <fstream>
 #include <memory>
@@ -27,7 +27,7 @@ void check_reads(const Folder& folder, Engine& engine) {
         for (const u64 offset : {u64{0}, u64{4095}, mib + 1}) {
             for (const bool is_cold : {false, true}) {
                 if (is_cold) {
-                    drop_cache(fd, 0, 3 * mib); // The rest stays cached, so that the range is mixed.
+                    drop_cache(fd, 0, 3 * mib); // The bytes after 3 MiB stay cached.
                 }
                 memory.fill();
                 const u64 length = data.size() - offset - 5;
@@ -83,7 +83,8 @@ void check_many_ranges(const Folder& folder, Engine& engine) {
     CHECK(memory.read(0, expected.size()) == expected);
 }
 
-// Ranges that follow each other in a file and across the end of an allocation are two copies: the driver refuses one.
+// If two ranges are contiguous in the file and in device memory, but in two allocations, the engine makes two copies,
+// because the driver refuses a copy across the end of an allocation.
 void check_neighbouring_allocations(const Folder& folder, Engine& engine) {
     constexpr u64 allocation_bytes = 2 * mib, range_bytes = 4 * kib;
     std::vector<std::unique_ptr<Memory>> memories;
@@ -92,14 +93,14 @@ void check_neighbouring_allocations(const Folder& folder, Engine& engine) {
     }
     std::ranges::sort(memories, {}, &Memory::address);
     std::vector<Extent> extents;
-    int neighbours_count = 0;
+    int adjacent_pairs_count = 0;
     for (std::size_t index = 0; index + 1 < memories.size(); ++index) {
-        const u64 end = memories[index]->address() + allocation_bytes, next = memories[index + 1]->address();
-        neighbours_count += end == next ? 1 : 0;
+        const u64 end = memories[index]->address() + allocation_bytes, next_begin = memories[index + 1]->address();
+        adjacent_pairs_count += end == next_begin ? 1 : 0;
         extents.push_back(Extent{0, extents.size() * range_bytes, end - range_bytes, range_bytes});
-        extents.push_back(Extent{0, extents.size() * range_bytes, next, range_bytes});
+        extents.push_back(Extent{0, extents.size() * range_bytes, next_begin, range_bytes});
     }
-    CHECK(neighbours_count > 0);
+    CHECK(adjacent_pairs_count > 0);
     const Bytes data = pattern(extents.size() * range_bytes, 8);
     const Descriptor fd = create_file(folder.path_of("neighbours"), data);
     const auto job = start_job(engine, Direction::read, 0, {descriptor_file(fd)}, extents);
@@ -111,7 +112,7 @@ void check_neighbouring_allocations(const Folder& folder, Engine& engine) {
     }
 }
 
-// Bytes that a file does not have leave the memory unchanged.
+// A job reads beyond the end of a file. The memory after the bytes of the file stays unchanged.
 void check_a_short_file(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(mib + 5, 4);
     const Descriptor fd = create_file(folder.path_of("short"), data);
@@ -146,7 +147,7 @@ void check_short_transfers(const Folder& folder, Engine& engine) {
     }
 }
 
-// The same threads serve two devices and the host at the same time; some callers cancel.
+// Several callers use two devices at the same time, and each cancels one of its jobs.
 void check_many_callers(const Folder& folder, Engine& engine) {
     std::vector<std::thread> callers;
     for (int caller_index = 0; caller_index < 4; ++caller_index) {
@@ -180,7 +181,7 @@ void check_many_callers(const Folder& folder, Engine& engine) {
 }
 
 // A device that does not exist fails only its own job.
-void check_no_such_device(const Folder& folder, Engine& engine) {
+void check_missing_device(const Folder& folder, Engine& engine) {
     const Descriptor fd = create_file(folder.path_of("nowhere"), pattern(mib, 6));
     const Progress progress = transfer(engine, Direction::read, 77, descriptor_file(fd), 0, 4096, mib);
     CHECK(progress.failure && progress.failure->api == Api::cuda && progress.failure->number == 101 &&
@@ -191,7 +192,7 @@ void check_no_such_device(const Folder& folder, Engine& engine) {
 
 // Returns the number of bytes that each thread of an engine has read, largest first. Returns an empty list if the
 // kernel does not count them.
-std::vector<u64> bytes_by_thread() {
+std::vector<u64> list_bytes_by_thread() {
     std::vector<u64> bytes_read;
     for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
         std::string name;
@@ -220,7 +221,7 @@ void check_direct_readers(const Folder& folder) {
     const Progress progress =
         transfer(engine, Direction::read, 0, descriptor_file(fd), 0, memory.address(), data.size(), Access::direct);
     CHECK(is_complete(progress, data.size()) && memory.read(0, data.size()) == data);
-    const std::vector<u64> bytes = bytes_by_thread();
+    const std::vector<u64> bytes = list_bytes_by_thread();
     if (progress.direct_bytes == data.size() && !bytes.empty()) {
         // Half of the bytes is enough, because another thread may take over if one of the two wakes up late.
         CHECK(bytes[0] + bytes[1] > data.size() / 2);
@@ -243,7 +244,7 @@ int main() {
             check_a_short_file(folder, engine);
             check_short_transfers(folder, engine);
             check_many_callers(folder, engine);
-            check_no_such_device(folder, engine);
+            check_missing_device(folder, engine);
         }
         // The driver keeps some files open after the first round.
         CHECK(round == 0 || count_open_files() == open_files_before);

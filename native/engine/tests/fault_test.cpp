@@ -1,5 +1,6 @@
-// Tests of jobs when a driver call or an allocation fails. Nothing is leaked, and a later job works. The tests need the
-// software twin of libcuda. A file, the fault plan, tells the twin which call fails. Each plan runs in its own process.
+// Tests of the copy engine when a driver call or an allocation fails: nothing is leaked, and a later job works. The
+// tests need the software twin of libcuda. A file, the fault plan, tells the twin which call fails. Each plan runs in
+// its own process.
 #include <dlfcn.h>
 #include <sys/wait.h>
 
@@ -17,21 +18,21 @@ using namespace gdrkit::engine::test;
 
 namespace {
 
-// Number of allocations of the engine on this thread that still succeed; the next one fails. -1: all succeed.
+// Number of allocations of the engine on this thread that still succeed, before one fails. -1: all succeed.
 thread_local int allocations_left = -1;
 
 // Returns whether the caller is in this program, which contains the engine, and not in a library.
-bool is_engine(void* caller) {
+bool is_in_engine(void* caller) {
     Dl_info caller_info{};
     Dl_info engine_info{};
-    return dladdr(caller, &caller_info) != 0 && dladdr(reinterpret_cast<void*>(&is_engine), &engine_info) != 0 &&
+    return dladdr(caller, &caller_info) != 0 && dladdr(reinterpret_cast<void*>(&is_in_engine), &engine_info) != 0 &&
            caller_info.dli_fbase == engine_info.dli_fbase;
 }
 
 } // namespace
 
 void* operator new(std::size_t size) {
-    if (allocations_left >= 0 && is_engine(__builtin_return_address(0)) && allocations_left-- == 0) {
+    if (allocations_left >= 0 && is_in_engine(__builtin_return_address(0)) && allocations_left-- == 0) {
         throw std::bad_alloc();
     }
     if (void* const memory = std::malloc(size)) {
@@ -50,9 +51,9 @@ void operator delete(void* memory, std::size_t) noexcept {
 
 namespace {
 
-constexpr int out_of_memory = 2, unknown = 999; // CUresult.
+constexpr int out_of_memory = 2, unknown_error = 999; // CUresult.
 
-// Transfers with one engine. A call may fail once in each of its threads.
+// Number of transfers with each engine. They are more than its threads, because a call may fail once in each thread.
 constexpr int rounds_count = 8;
 
 void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory& memory, bool is_write, int status,
@@ -157,7 +158,7 @@ void check_allocations() {
     Memory memory(0, small_bytes);
     File file(duplicate(fd));
     int failures = 0;
-    for (bool is_last = false; !is_last; ++failures) {
+    for (bool has_reached_end = false; !has_reached_end; ++failures) {
         CHECK(failures < 100);
         Engine engine(small_tuning(), -1);
         memory.fill();
@@ -165,7 +166,7 @@ void check_allocations() {
         try {
             CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0).bytes ==
                   small_bytes);
-            is_last = allocations_left >= 0;
+            has_reached_end = allocations_left >= 0;
         } catch (const std::bad_alloc&) {
         }
         allocations_left = -1;
@@ -202,29 +203,29 @@ struct Fault {
     int status;
     bool is_write;
     bool is_small = false;
-    int runs_count = 1; // More than one if it is random which thread makes the call.
+    int runs_count = 1; // More than one run is needed if it is random which thread makes the call.
 };
 
 constexpr Fault faults[] = {
     {"cuMemHostRegister_v2", "1", out_of_memory, false},
     {"cuStreamCreate", "1", out_of_memory, false},
     {"cuEventCreate", "2", out_of_memory, false},
-    {"cuMemcpyHtoDAsync_v2", "3", unknown, false},
-    {"cuMemcpyDtoHAsync_v2", "3", unknown, true},
-    {"cuEventRecord", "2", unknown, false},
-    {"cuEventQuery", "1", unknown, false},
+    {"cuMemcpyHtoDAsync_v2", "3", unknown_error, false},
+    {"cuMemcpyDtoHAsync_v2", "3", unknown_error, true},
+    {"cuEventRecord", "2", unknown_error, false},
+    {"cuEventQuery", "1", unknown_error, false},
     // These calls belong to coalesced copies, which follow the first chunks.
     {"cuStreamCreate", "3", out_of_memory, false},
-    {"cuMemcpyHtoDAsync_v2", "9", unknown, false},
-    {"cuEventRecord", "9", unknown, false},
-    {"cuEventQuery", "9", unknown, false},
-    {"cuEventQuery", "1", unknown, true},
+    {"cuMemcpyHtoDAsync_v2", "9", unknown_error, false},
+    {"cuEventRecord", "9", unknown_error, false},
+    {"cuEventQuery", "9", unknown_error, false},
+    {"cuEventQuery", "1", unknown_error, true},
     // The thread that completes a coalesced copy cannot make a context current. The copy must end before its buffer is
     // used again.
-    {"cuCtxSetCurrent", "14-24", unknown, false, false, 8},
+    {"cuCtxSetCurrent", "14-24", unknown_error, false, false, 8},
     // These calls belong to small transfers: the driver fails while the copy is still pending.
-    {"cuStreamSynchronize", "1", unknown, false, true},
-    {"cuStreamSynchronize", "1", unknown, true, true},
+    {"cuStreamSynchronize", "1", unknown_error, false, true},
+    {"cuStreamSynchronize", "1", unknown_error, true, true},
 };
 
 } // namespace
@@ -239,7 +240,7 @@ int main(int count, char** arguments) {
                                                      : run_large_transfers)(is_write, std::stoi(arguments[3]));
     }
     check_allocations();
-    // The twin delays each copy by half a second.
+    // The twin delays each copy by up to half a second.
     CHECK(setenv("GDRKIT_TWINS_LATE_US", "500000", 1) == 0);
     CHECK(run_child({"drain"}) == 0);
     const Folder folder;
@@ -249,8 +250,8 @@ int main(int count, char** arguments) {
         std::ofstream(plan) << "gdrkit-faults 1\n"
                             << fault.call << " call=" << fault.call_number << " status=" << fault.status << "\n";
         CHECK(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1) == 0);
-        // The largest random delay of a copy in the twin. It makes it likely that a copy for which no thread waits ends
-        // after the checks of the test.
+        // The twin delays each copy by a random time up to this limit. So a copy for which no thread waits probably
+        // ends after the checks of the test.
         CHECK(setenv("GDRKIT_TWINS_LATE_US", late_us, 1) == 0);
         const std::vector<std::string> arguments{fault.is_small ? "small" : "large", fault.is_write ? "write" : "read",
                                                  std::to_string(fault.status)};

@@ -1,4 +1,5 @@
-// Tests of File: residency in the page cache, unaligned O_DIRECT ranges, and the lifetime of descriptors.
+// Tests of a file of the copy engine: residency in the page cache, unaligned O_DIRECT ranges, and the lifetime of
+// descriptors.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,7 +20,7 @@ namespace {
 constexpr u64 offsets[] = {0, 1, 511, 512, 4095, 4096, 4097, 12288};
 constexpr u64 lengths[] = {1, 4095, 4096, 4097, 8192, 65536, 100001};
 
-// Memory that is aligned as staging memory is.
+// Memory with the alignment of staging memory.
 struct AlignedMemory {
     explicit AlignedMemory(u64 length)
         : length(length), bytes(static_cast<std::byte*>(std::aligned_alloc(4096, length))) {
@@ -74,7 +75,7 @@ void check_unaligned_writes(const Folder& folder) {
     }
 }
 
-// Reads that reach the end of the file, also inside a block, or that start after it, return the bytes that exist.
+// Reads that reach the end of the file, or start after it, return the bytes that exist.
 void check_end_of_file(const Folder& folder) {
     const Bytes data = pattern(2 * 4096 + 77, 5);
     const Descriptor fd = create_file(folder.path_of("short"), data);
@@ -113,23 +114,23 @@ void check_descriptors(const Folder& folder) {
     const Descriptor fd = create_file(folder.path_of("held"), pattern(mib, 7));
     const std::size_t open_files_before = count_open_files();
     {
-        File named(folder.path_of("held"), O_RDONLY, 0);
-        named.add_pending(10);
-        CHECK(named.buffered_fd() >= 0);
-        named.direct_fd();
-        named.remove_pending(4);
+        File named_file(folder.path_of("held"), O_RDONLY, 0);
+        named_file.add_pending(10);
+        CHECK(named_file.buffered_fd() >= 0);
+        named_file.direct_fd();
+        named_file.remove_pending(4);
         CHECK(count_open_files() > open_files_before);
-        named.remove_pending(6);
+        named_file.remove_pending(6);
         CHECK(count_open_files() == open_files_before);
-        File opened(duplicate(fd));
-        opened.direct_fd();
-        opened.end();
-        CHECK(fcntl(opened.buffered_fd(), F_GETFD) >= 0);
+        File descriptor_file(duplicate(fd));
+        descriptor_file.direct_fd();
+        descriptor_file.close_path();
+        CHECK(fcntl(descriptor_file.buffered_fd(), F_GETFD) >= 0);
     }
     CHECK(count_open_files() == open_files_before && fcntl(fd.get(), F_GETFD) >= 0);
-    File missing(folder.path_of("missing"), O_RDONLY, 0);
+    File missing_file(folder.path_of("missing"), O_RDONLY, 0);
     try {
-        missing.buffered_fd();
+        missing_file.buffered_fd();
         CHECK(false);
     } catch (const Error& error) {
         CHECK(error.failure().number == ENOENT && std::string(error.failure().operation) == "open");
@@ -146,7 +147,7 @@ void check_without_direct() {
     CHECK(file.direct_refusal() != 0 && file.direct_fd() < 0);
 }
 
-// A close waits for the calls that use the descriptor, and refuses new ones until it was given up.
+// A close waits for the calls that use the descriptor. It refuses new calls until the caller gives it up.
 void check_uses(const Folder& folder) {
     const std::size_t open_files = count_open_files();
     const auto file = std::make_shared<File>(open_file(folder.path_of("uses")));
@@ -176,7 +177,7 @@ void check_uses(const Folder& folder) {
     CHECK(file->is_closed() && !FileUse(file).file() && count_open_files() == open_files);
 }
 
-// A forked child, where no thread ends the uses of its parent, closes the file without a wait.
+// A forked child closes the file without a wait, because it has no thread that could end the uses of the parent.
 void check_fork(const Folder& folder) {
     const auto file = std::make_shared<File>(open_file(folder.path_of("forked")));
     file->direct_fd();

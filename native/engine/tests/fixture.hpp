@@ -1,4 +1,4 @@
-// Helpers of the engine's tests: files with known bytes, and functions that start a job and wait for it.
+// Helpers for the tests of the copy engine: files with known bytes, and functions that start a job and wait for it.
 #pragma once
 
 #include <fcntl.h>
@@ -38,7 +38,8 @@ inline Tuning small_tuning() {
     return tuning;
 }
 
-// Returns test data. Each byte differs from its neighbours, and from the byte at the same position with another seed.
+// Returns test data. Each byte differs from the bytes beside it, and from the byte at the same position for another
+// seed.
 inline Bytes pattern(u64 length, unsigned seed) {
     Bytes data(length);
     for (u64 index = 0; index < length; ++index) {
@@ -91,7 +92,7 @@ inline Descriptor duplicate(const Descriptor& descriptor) {
     return Descriptor(fcntl(descriptor.get(), F_DUPFD_CLOEXEC, 0));
 }
 
-// Drops a range from the page cache; length 0 means up to the end of the file. Has no effect on tmpfs.
+// Drops a range from the page cache. The length 0 means up to the end of the file. Has no effect on tmpfs.
 inline void drop_cache(const Descriptor& file, u64 offset = 0, u64 length = 0) {
     CHECK(fdatasync(file.get()) == 0);
     CHECK(posix_fadvise(file.get(), static_cast<off_t>(offset), static_cast<off_t>(length), POSIX_FADV_DONTNEED) == 0);

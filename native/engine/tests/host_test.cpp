@@ -1,5 +1,5 @@
-// Tests of jobs between files and host memory: chunks, ranges, failures, cancellation, many callers, and the close of
-// the engine.
+// Tests of the copy engine with jobs between files and host memory: chunks, ranges, failures, cancellation, many
+// callers, and the close of the engine.
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
@@ -42,7 +42,7 @@ void check_reads_and_writes(const Folder& folder) {
         for (const u64 offset : {u64{0}, u64{1}, u64{4096}, mib - 1}) {
             for (const bool is_cold : {false, true}) {
                 if (is_cold) {
-                    drop_cache(fd, 0, 3 * mib); // The rest stays cached, so that the range is mixed.
+                    drop_cache(fd, 0, 3 * mib); // The bytes after 3 MiB stay cached.
                 }
                 const u64 length = data.size() - offset - 5;
                 Bytes memory(length);
@@ -85,11 +85,11 @@ void check_many_ranges(const Folder& folder, std::mt19937_64& random) {
             CHECK(arrived[index] == extents[index].length);
         }
     }
-    const auto nothing = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)}, {});
-    CHECK(nothing->wait(0) && is_complete(nothing->progress(), 0));
+    const auto empty_job = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)}, {});
+    CHECK(empty_job->wait(0) && is_complete(empty_job->progress(), 0));
 }
 
-// If the file is shorter than the request, all of its bytes arrive, and the job reports how many arrived.
+// If the file is shorter than the request, all bytes of the file arrive, and the job reports how many arrived.
 void check_short_file(const Folder& folder) {
     const Bytes data = pattern(2 * mib + 5, 11);
     const Descriptor fd = create_file(folder.path_of("short"), data);
@@ -145,22 +145,23 @@ void check_failed_write(const Folder& folder) {
     CHECK(std::string(progress.failure->operation) == "pwrite");
 }
 
-// A query whether a job is over does not sleep, although a wait with a limit of 0 would, by the timer slack of 50 us.
+// wait(0) asks whether a job is over, and does not sleep. A system call with a timeout of 0 would sleep for the timer
+// slack of 50 us.
 void check_query_does_not_sleep(const Folder& folder) {
     const Descriptor fd = create_file(folder.path_of("query"), pattern(kib, 13));
     Bytes memory(kib);
     Job job(Direction::read, Access::automatic, host_memory, {descriptor_file(fd)},
             {Extent{0, 0, address_of(memory), kib}}, small_tuning());
     constexpr int queries_count = 100;
-    auto shortest = std::chrono::nanoseconds::max();
+    auto shortest_time = std::chrono::nanoseconds::max();
     for (int round = 0; round < 10; ++round) {
         const auto begin = std::chrono::steady_clock::now();
         for (int query = 0; query < queries_count; ++query) {
             CHECK(!job.wait(0));
         }
-        shortest = std::min<std::chrono::nanoseconds>(shortest, std::chrono::steady_clock::now() - begin);
+        shortest_time = std::min<std::chrono::nanoseconds>(shortest_time, std::chrono::steady_clock::now() - begin);
     }
-    CHECK(shortest < queries_count * std::chrono::microseconds(25));
+    CHECK(shortest_time < queries_count * std::chrono::microseconds(25));
 }
 
 // A write is divided among the few workers that may write at the same time, a read among all workers.
@@ -176,7 +177,7 @@ void check_chunks_of_a_write(const Folder& folder) {
     CHECK(count_chunks(Direction::write) <= 2 * tuning.buffered_writers_count + 1);
 }
 
-// Many callers at once, each with its own file, and more jobs than the queue of the engine holds.
+// Several callers start more jobs at once than the queue of the engine holds, each with its own file.
 void check_many_callers(const Folder& folder) {
     Engine engine(small_tuning(), -1);
     std::vector<std::thread> callers;
@@ -283,7 +284,8 @@ void check_close(const Folder& folder) {
     CHECK(count_open_files() == open_files_before && count_threads() == threads_before);
 }
 
-// A close that is given up while a job is in progress leaves the engine open. Several threads may close it.
+// If the caller gives up a close while a job is in progress, the engine stays open. Several threads may close it at
+// once.
 void check_given_up_close(const Folder& folder) {
     const std::string path = folder.path_of("fifo");
     CHECK(mkfifo(path.c_str(), 0600) == 0);
@@ -291,9 +293,9 @@ void check_given_up_close(const Folder& folder) {
     Engine engine(small_tuning(), -1);
     Bytes memory(kib);
     // The open of a FIFO waits for a writer. Then the read fails, because a FIFO has no offsets.
-    const auto job = start_job(engine, Direction::read, host_memory, {std::make_shared<File>(path, O_RDONLY, 0)},
-                               {Extent{0, 0, address_of(memory), kib}});
-    const auto start_other = [&] {
+    const auto fifo_job = start_job(engine, Direction::read, host_memory, {std::make_shared<File>(path, O_RDONLY, 0)},
+                                    {Extent{0, 0, address_of(memory), kib}});
+    const auto start_regular_job = [&] {
         return start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
                          {Extent{0, 0, address_of(memory), kib}});
     };
@@ -301,20 +303,20 @@ void check_given_up_close(const Folder& folder) {
         const EngineClosing closing(engine);
         CHECK(!engine.wait_until_idle(std::chrono::milliseconds(20)));
         try {
-            start_other();
+            start_regular_job();
             CHECK(false);
         } catch (const Error& error) {
             CHECK(error.failure().number == ESHUTDOWN);
         }
     }
-    const auto other = start_other();
-    CHECK(other->wait(-1) && is_complete(other->progress(), kib) && !job->is_over());
-    std::thread first([&] { engine.close(); });
-    std::thread second([&] { engine.close(); });
+    const auto regular_job = start_regular_job();
+    CHECK(regular_job->wait(-1) && is_complete(regular_job->progress(), kib) && !fifo_job->is_over());
+    std::thread first_closer([&] { engine.close(); });
+    std::thread second_closer([&] { engine.close(); });
     const Descriptor writer(open(path.c_str(), O_WRONLY | O_CLOEXEC));
-    first.join();
-    second.join();
-    CHECK(job->is_over() && job->progress().failure->number == ESPIPE && engine.wait_until_idle({}));
+    first_closer.join();
+    second_closer.join();
+    CHECK(fifo_job->is_over() && fifo_job->progress().failure->number == ESPIPE && engine.wait_until_idle({}));
 }
 
 bool is_readable(int fd) {
@@ -322,7 +324,8 @@ bool is_readable(int fd) {
     return poll(&descriptor, 1, 0) == 1;
 }
 
-// Each job adds its tokens once, before or after it was over, and one descriptor reports all of them.
+// Each token arrives once, whether it was added before or after the end of the job, and one descriptor reports all of
+// them.
 void check_notifications(const Folder& folder) {
     constexpr u64 jobs_count = 100;
     const Bytes data = pattern(jobs_count * kib, 33);
@@ -332,11 +335,11 @@ void check_notifications(const Folder& folder) {
     const auto queue = std::make_shared<CompletionQueue>(true);
     CHECK(!is_readable(queue->event_fd()) && queue->take().empty());
     std::vector<u64> tokens;
-    std::shared_ptr<Job> last;
+    std::shared_ptr<Job> last_job;
     for (u64 index = 0; index < jobs_count; ++index) {
-        last = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
-                         {Extent{0, index * kib, address_of(memory) + index * kib, kib}});
-        last->notify(queue, index);
+        last_job = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
+                             {Extent{0, index * kib, address_of(memory) + index * kib, kib}});
+        last_job->notify(queue, index);
     }
     while (tokens.size() < jobs_count) {
         pollfd descriptor{.fd = queue->event_fd(), .events = POLLIN, .revents = 0};
@@ -345,22 +348,22 @@ void check_notifications(const Folder& folder) {
             tokens.push_back(token);
         }
     }
-    CHECK(memory == data && last->is_over());
+    CHECK(memory == data && last_job->is_over());
     std::sort(tokens.begin(), tokens.end());
     for (u64 index = 0; index < jobs_count; ++index) {
         CHECK(tokens[index] == index);
     }
-    last->notify(queue, 7);
-    last->notify(queue, 8);
+    last_job->notify(queue, 7);
+    last_job->notify(queue, 8);
     CHECK(is_readable(queue->event_fd()) && queue->take() == (std::vector<u64>{7, 8}));
     CHECK(!is_readable(queue->event_fd()) && queue->take().empty());
-    const auto left = std::make_shared<CompletionQueue>(false);
-    last->notify(left, 9); // The destructor of the queue frees the entry.
-    // A forked child shares the eventfd of the queue with its parent, and must not read it when it drops the queue.
-    auto dropped = std::make_shared<CompletionQueue>(true);
-    const Descriptor shared_event(fcntl(dropped->event_fd(), F_DUPFD_CLOEXEC, 0));
-    last->notify(dropped, 10);
-    dropped.reset();
+    const auto abandoned_queue = std::make_shared<CompletionQueue>(false);
+    last_job->notify(abandoned_queue, 9); // The destructor of the queue frees the entry.
+    // A forked child shares the eventfd of the queue with its parent, so the destructor of the queue must not read it.
+    auto dropped_queue = std::make_shared<CompletionQueue>(true);
+    const Descriptor shared_event(fcntl(dropped_queue->event_fd(), F_DUPFD_CLOEXEC, 0));
+    last_job->notify(dropped_queue, 10);
+    dropped_queue.reset();
     CHECK(is_readable(shared_event.get()));
 }
 

@@ -1,4 +1,4 @@
-// The NUMA node of a device and the processors of a node, from synthetic sysfs trees.
+// Tests of the functions that find the NUMA node of a device and the processors of a node, with synthetic sysfs trees.
 #include <fstream>
 
 #include "engine/numa.hpp"
@@ -9,7 +9,7 @@ using namespace gdrkit::engine::test;
 
 namespace {
 
-void write(const std::string& path, const std::string& line) {
+void write_line(const std::string& path, const std::string& line) {
     std::filesystem::create_directories(std::filesystem::path(path).parent_path());
     std::ofstream(path) << line << "\n";
 }
@@ -17,14 +17,14 @@ void write(const std::string& path, const std::string& line) {
 void check_nodes(const Folder& folder) {
     const std::string sysfs = folder.path_of("nodes");
     CHECK(node_of_device("0000:1c:00.0", sysfs) == -1); // The tree is empty.
-    write(sysfs + "/devices/system/node/online", "0");
-    write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "0");
+    write_line(sysfs + "/devices/system/node/online", "0");
+    write_line(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "0");
     CHECK(node_of_device("0000:1c:00.0", sysfs) == -1); // With one node there is no choice.
     for (const char* online : {"0-1", "0,3"}) {
-        write(sysfs + "/devices/system/node/online", online);
-        write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "1");
+        write_line(sysfs + "/devices/system/node/online", online);
+        write_line(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "1");
         CHECK(node_of_device("0000:1C:00.0", sysfs) == 1); // CUDA writes the address in capitals.
-        write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "-1");
+        write_line(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "-1");
         CHECK(node_of_device("0000:1C:00.0", sysfs) == -1);
         CHECK(node_of_device("0000:1d:00.0", sysfs) == -1);
     }
@@ -37,13 +37,13 @@ void check_processors(const Folder& folder) {
     while (!CPU_ISSET(cpu, &allowed)) {
         ++cpu;
     }
-    const std::string list = folder.path_of("cpus") + "/devices/system/node/node1/cpulist";
+    const std::string list_path = folder.path_of("cpus") + "/devices/system/node/node1/cpulist";
     CHECK(!cpus_of_node(1, cpus, folder.path_of("cpus")) && !cpus_of_node(-1, cpus));
-    write(list, std::to_string(cpu) + ",1000-1023");
+    write_line(list_path, std::to_string(cpu) + ",1000-1023");
     CHECK(cpus_of_node(1, cpus, folder.path_of("cpus")) && CPU_COUNT(&cpus) == 1 && CPU_ISSET(cpu, &cpus));
-    write(list, "0-1023,5000-999999");
+    write_line(list_path, "0-1023,5000-999999");
     CHECK(cpus_of_node(1, cpus, folder.path_of("cpus")) && CPU_EQUAL(&cpus, &allowed));
-    write(list, "");
+    write_line(list_path, "");
     CHECK(!cpus_of_node(1, cpus, folder.path_of("cpus")));
 }
 

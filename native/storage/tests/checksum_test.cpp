@@ -1,4 +1,5 @@
-// Tests of CRC32C against known values (RFC 3720, B.4), and of the implementations against each other.
+// Tests of CRC32C, the checksum of the storage service: against known values (RFC 3720, B.4), and of its
+// implementations against each other.
 #include <cstring>
 #include <random>
 #include <vector>

@@ -43,19 +43,19 @@ struct Folder {
 };
 
 std::vector<std::byte> random_bytes(std::size_t size, unsigned seed) {
-    std::mt19937 chance(seed);
+    std::mt19937 random_number(seed);
     std::vector<std::byte> bytes(size);
     for (auto& byte : bytes) {
-        byte = static_cast<std::byte>(chance());
+        byte = static_cast<std::byte>(random_number());
     }
     return bytes;
 }
 
-std::int64_t read(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& into) {
-    std::vector<std::byte> buffer(into.size() + 2 * chunk_bytes);
-    const auto result = file.inode->read(file.fd.get(), offset, into.size(), buffer);
+std::int64_t read(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& destination) {
+    std::vector<std::byte> buffer(destination.size() + 2 * chunk_bytes);
+    const auto result = file.inode->read(file.fd.get(), offset, destination.size(), buffer);
     if (result.result > 0) {
-        std::memcpy(into.data(), buffer.data() + result.buffer_offset, static_cast<std::size_t>(result.result));
+        std::memcpy(destination.data(), buffer.data() + result.buffer_offset, static_cast<std::size_t>(result.result));
     }
     return result.result;
 }
@@ -66,17 +66,17 @@ void test_random_changes_match_a_model() {
     Store store(folder.sums.get(), chunk_bytes);
     const auto file = folder.open_file(store);
     std::vector<std::byte> model;
-    std::mt19937 chance(3);
+    std::mt19937 random_number(3);
     for (unsigned round = 0; round < 1500; ++round) {
-        const std::size_t offset = chance() % 60000;
-        switch (chance() % 8) {
+        const std::size_t offset = random_number() % 60000;
+        switch (random_number() % 8) {
         case 0: {
             model.resize(offset);
             CHECK(file->inode->truncate(file->fd.get(), offset) == 0);
             break;
         }
         case 1: {
-            const std::size_t end = offset + chance() % 20000;
+            const std::size_t end = offset + random_number() % 20000;
             for (std::size_t index = offset; index < std::min(end, model.size()); ++index) {
                 model[index] = std::byte{0};
             }
@@ -84,14 +84,14 @@ void test_random_changes_match_a_model() {
             break;
         }
         default: {
-            const auto data = random_bytes(1 + chance() % 12000, round);
+            const auto data = random_bytes(1 + random_number() % 12000, round);
             model.resize(std::max(model.size(), offset + data.size()));
             std::copy(data.begin(), data.end(), model.begin() + static_cast<std::ptrdiff_t>(offset));
             CHECK(file->inode->write(file->fd.get(), offset, data) == static_cast<std::int64_t>(data.size()));
         }
         }
-        std::vector<std::byte> data_read(1 + chance() % 70000);
-        const std::size_t begin = chance() % 60000;
+        std::vector<std::byte> data_read(1 + random_number() % 70000);
+        const std::size_t begin = random_number() % 60000;
         const std::int64_t count = read(*file, begin, data_read);
         const std::size_t expected_bytes = begin >= model.size() ? 0 : std::min(data_read.size(), model.size() - begin);
         CHECK(count == static_cast<std::int64_t>(expected_bytes));
@@ -101,16 +101,16 @@ void test_random_changes_match_a_model() {
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 0);
 }
 
-// Changes one bit of the file and restores the modification time, as a faulty disk would.
+// Changes one bit of the file like a faulty disk, so that the modification time stays the same.
 void flip_bit(const Folder& folder, off_t offset) {
     const Descriptor file(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
-    struct stat before {};
-    CHECK(fstat(file.get(), &before) == 0);
+    struct stat status_before {};
+    CHECK(fstat(file.get(), &status_before) == 0);
     std::byte byte;
     CHECK(pread(file.get(), &byte, 1, offset) == 1);
     byte ^= std::byte{4};
     CHECK(pwrite(file.get(), &byte, 1, offset) == 1);
-    const timespec times[] = {before.st_atim, before.st_mtim};
+    const timespec times[] = {status_before.st_atim, status_before.st_mtim};
     CHECK(futimens(file.get(), times) == 0);
 }
 
@@ -136,14 +136,15 @@ void test_change_by_another_program_is_not_corruption() {
 void test_killed_write_leaves_valid_sums() {
     for (unsigned round = 0; round < 20; ++round) {
         const Folder folder;
-        const auto first = random_bytes(64 * chunk_bytes, round);
+        const auto initial_data = random_bytes(64 * chunk_bytes, round);
         {
             Store store(folder.sums.get(), chunk_bytes);
             const auto file = folder.open_file(store);
-            CHECK(file->inode->write(file->fd.get(), 0, first) == static_cast<std::int64_t>(first.size()));
+            CHECK(file->inode->write(file->fd.get(), 0, initial_data) ==
+                  static_cast<std::int64_t>(initial_data.size()));
         }
-        int ready[2];
-        CHECK(pipe(ready) == 0);
+        int ready_pipe[2];
+        CHECK(pipe(ready_pipe) == 0);
         const pid_t child = fork();
         CHECK(child >= 0);
         if (child == 0) {
@@ -153,23 +154,23 @@ void test_killed_write_leaves_valid_sums() {
                 const auto data = random_bytes(20 * chunk_bytes + 100, write_index + 1000);
                 file->inode->write(file->fd.get(), 10 * chunk_bytes + 7, data);
                 if (write_index == round) {
-                    CHECK(::write(ready[1], "x", 1) == 1);
+                    CHECK(::write(ready_pipe[1], "x", 1) == 1);
                 }
             }
         }
         char byte;
-        CHECK(::read(ready[0], &byte, 1) == 1);
+        CHECK(::read(ready_pipe[0], &byte, 1) == 1);
         CHECK(kill(child, SIGKILL) == 0);
         int status = 0;
         CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
-        close(ready[0]);
-        close(ready[1]);
+        close(ready_pipe[0]);
+        close(ready_pipe[1]);
         Store store(folder.sums.get(), chunk_bytes);
-        std::vector<std::byte> data_read(first.size());
+        std::vector<std::byte> data_read(initial_data.size());
         {
             const auto file = folder.open_file(store);
             CHECK(read(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()));
-            CHECK(std::equal(data_read.begin(), data_read.begin() + 10 * chunk_bytes, first.begin()));
+            CHECK(std::equal(data_read.begin(), data_read.begin() + 10 * chunk_bytes, initial_data.begin()));
         }
         flip_bit(folder, 50 * chunk_bytes);
         const auto file = folder.open_file(store);
@@ -179,23 +180,23 @@ void test_killed_write_leaves_valid_sums() {
     }
 }
 
-// A write fails in the middle of a chunk. Then this chunk has no sum. The chunks before it have new sums, and the
-// chunks after it have their old sums. So corrupt bytes are detected in all other chunks.
+// If a write fails in the middle of a chunk, this chunk has no sum. The chunks before it have new sums, and the chunks
+// after it have their old sums. So the store detects corrupt bytes in all other chunks.
 void test_partly_written_chunk_has_no_sum() {
     constexpr std::size_t file_bytes_max = 5 * chunk_bytes + 100;
     const Folder folder;
     Store store(folder.sums.get(), chunk_bytes);
     const auto file = folder.open_file(store);
-    const auto before = random_bytes(16 * chunk_bytes, 1), after = random_bytes(16 * chunk_bytes, 2);
-    CHECK(file->inode->write(file->fd.get(), 0, before) == static_cast<std::int64_t>(before.size()));
+    const auto old_data = random_bytes(16 * chunk_bytes, 1), new_data = random_bytes(16 * chunk_bytes, 2);
+    CHECK(file->inode->write(file->fd.get(), 0, old_data) == static_cast<std::int64_t>(old_data.size()));
     rlimit previous_limit{};
     CHECK(std::signal(SIGXFSZ, SIG_IGN) != SIG_ERR && getrlimit(RLIMIT_FSIZE, &previous_limit) == 0);
     const rlimit small_limit{file_bytes_max, previous_limit.rlim_max};
     CHECK(setrlimit(RLIMIT_FSIZE, &small_limit) == 0);
-    CHECK(file->inode->write(file->fd.get(), 0, after) == -EFBIG);
+    CHECK(file->inode->write(file->fd.get(), 0, new_data) == -EFBIG);
     CHECK(setrlimit(RLIMIT_FSIZE, &previous_limit) == 0);
-    auto expected = before;
-    std::copy(after.begin(), after.begin() + file_bytes_max, expected.begin());
+    auto expected = old_data;
+    std::copy(new_data.begin(), new_data.begin() + file_bytes_max, expected.begin());
     std::vector<std::byte> data_read(expected.size());
     CHECK(read(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()) && data_read == expected);
     CHECK(store.counters().corruptions == 0);

@@ -1,5 +1,6 @@
-// Tests of the frame parser with the frames of suites/vectors, which the Python tests use too, and with randomly
-// changed frames. No input causes a read out of bounds (the sanitizers check that), and every accepted frame is valid.
+// Tests of the storage service's frame parser with the frames of suites/vectors, which the Python tests use too, and
+// with randomly changed frames. No input may cause a read out of bounds, which the sanitizers detect, and every
+// accepted frame must be valid.
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -93,33 +94,33 @@ std::vector<Bytes> check_vectors(const char* path) {
 int main() {
     const std::vector<Bytes> valid_frames = check_vectors(GDRKIT_VECTORS);
     const char* const rounds_text = std::getenv("GDRKIT_FUZZ_ROUNDS");
-    const long rounds = rounds_text == nullptr ? 200000 : std::atol(rounds_text);
-    std::mt19937_64 chance(1);
-    long accepted = 0;
-    for (long round = 0; round < rounds; ++round) {
-        Bytes frame = valid_frames[chance() % valid_frames.size()];
-        for (std::uint64_t changes_left = chance() % 4; changes_left != 0 && !frame.empty(); --changes_left) {
-            const std::size_t index = chance() % frame.size();
-            switch (chance() % 4) {
+    const long rounds_count = rounds_text == nullptr ? 200000 : std::atol(rounds_text);
+    std::mt19937_64 random_number(1);
+    long accepted_count = 0;
+    for (long round = 0; round < rounds_count; ++round) {
+        Bytes frame = valid_frames[random_number() % valid_frames.size()];
+        for (std::uint64_t changes_left = random_number() % 4; changes_left != 0 && !frame.empty(); --changes_left) {
+            const std::size_t index = random_number() % frame.size();
+            switch (random_number() % 4) {
             case 0:
-                frame[index] ^= static_cast<std::byte>(1U << chance() % 8);
+                frame[index] ^= static_cast<std::byte>(1U << random_number() % 8);
                 break;
             case 1:
-                frame[index] = static_cast<std::byte>(chance() % 2 == 0 ? 0xff : 0);
+                frame[index] = static_cast<std::byte>(random_number() % 2 == 0 ? 0xff : 0);
                 break;
             case 2:
                 frame.resize(index);
                 break;
             default:
-                frame.insert(frame.begin() + static_cast<std::ptrdiff_t>(index), 1 + chance() % 64,
-                             std::byte(chance()));
+                frame.insert(frame.begin() + static_cast<std::ptrdiff_t>(index), 1 + random_number() % 64,
+                             std::byte(random_number()));
             }
         }
-        if (chance() % 8 != 0) {
+        if (random_number() % 8 != 0) {
             set_crcs(frame);
         }
-        accepted += parse(frame) ? 1 : 0;
+        accepted_count += parse(frame) ? 1 : 0;
     }
-    std::printf("%ld changed frames, %ld of them still valid\n", rounds, accepted);
-    CHECK(accepted > 0 && accepted < rounds);
+    std::printf("%ld changed frames, %ld of them still valid\n", rounds_count, accepted_count);
+    CHECK(accepted_count > 0 && accepted_count < rounds_count);
 }

@@ -165,9 +165,9 @@ struct Fixture {
 };
 
 void fill(std::vector<std::byte>& bytes, unsigned seed) {
-    std::mt19937 chance(seed);
+    std::mt19937 random_number(seed);
     for (auto& byte : bytes) {
-        byte = static_cast<std::byte>(chance());
+        byte = static_cast<std::byte>(random_number());
     }
 }
 
@@ -175,9 +175,9 @@ void fill(std::vector<std::byte>& bytes, unsigned seed) {
 void test_written_bytes_are_read_back(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     fill(client.target.memory, 1);
-    const std::vector<std::byte> model = client.target.memory;
-    constexpr std::size_t whole = 3 * (1 << 20) + 17;
-    CHECK(client.run({client.operation(Opcode::write, 0, 0, whole)})[0].result == whole);
+    const std::vector<std::byte> written_bytes = client.target.memory;
+    constexpr std::size_t file_bytes = 3 * (1 << 20) + 17;
+    CHECK(client.run({client.operation(Opcode::write, 0, 0, file_bytes)})[0].result == file_bytes);
     for (const std::size_t length : {std::size_t{1}, chunk_bytes - 1, chunk_bytes, 65537UL, std::size_t{1} << 20}) {
         std::fill(client.target.memory.begin(), client.target.memory.end(), std::byte{0xa5});
         constexpr std::size_t file_offset = 4097, memory_offset = 33;
@@ -185,17 +185,19 @@ void test_written_bytes_are_read_back(const Fixture& fixture) {
         operation.flags = checksum_wanted;
         const Result result = client.run({operation})[0];
         CHECK(result.result == static_cast<std::int64_t>(length) && result.flags == checksum_valid);
-        CHECK(result.checksum == crc32c(model.data() + file_offset, length, 0));
-        CHECK(std::memcmp(client.target.memory.data() + memory_offset, model.data() + file_offset, length) == 0);
+        CHECK(result.checksum == crc32c(written_bytes.data() + file_offset, length, 0));
+        CHECK(std::memcmp(client.target.memory.data() + memory_offset, written_bytes.data() + file_offset, length) ==
+              0);
         CHECK(client.target.memory[memory_offset - 1] == std::byte{0xa5});
         CHECK(client.target.memory[memory_offset + length] == std::byte{0xa5});
     }
-    // Reads that begin before the end of the file and after it.
-    CHECK(client.run({client.operation(Opcode::read, whole - 5, 0, 100)})[0].result == 5);
-    CHECK(client.run({client.operation(Opcode::read, whole + 5, 0, 100)})[0].result == 0);
+    // One read begins before the end of the file, and one read after it.
+    CHECK(client.run({client.operation(Opcode::read, file_bytes - 5, 0, 100)})[0].result == 5);
+    CHECK(client.run({client.operation(Opcode::read, file_bytes + 5, 0, 100)})[0].result == 0);
 }
 
-// Frames with more operations than there are staging buffers, in both directions, have one result per operation.
+// If frames have more operations than the session has staging buffers, in both directions, each operation gets its
+// result.
 void test_each_of_many_operations_gets_its_result(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     for (unsigned round = 0; round < 20; ++round) {
@@ -229,7 +231,8 @@ void test_invalid_operations_get_an_errno(const Fixture& fixture) {
     CHECK(results[3].result == -EBADMSG);
 }
 
-// The session reuses its PendingOperation objects. The result of an operation must not depend on an earlier one.
+// The session reuses its PendingOperation objects. The result of an operation must not depend on an earlier
+// operation.
 void test_operation_does_not_see_state_of_an_earlier_one(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     // The file has a hole, and then data.
@@ -244,7 +247,7 @@ void test_operation_does_not_see_state_of_an_earlier_one(const Fixture& fixture)
     CHECK(client.run({wrong_checksum})[0].result == -EBADMSG);
     const Result data_result = client.run({client.operation(Opcode::read, hole_bytes, 0, data_bytes)})[0];
     CHECK(data_result.result == data_bytes && data_result.holes == 0 && data_result.checksum == 0);
-    // A read that ends at the end of the file follows a shorter read, whose byte counts must not be added.
+    // This read reaches the end of the file. The byte counts of the earlier, shorter read must not be added.
     CHECK(client.run({client.operation(Opcode::read, 0, 0, 3 * hole_bytes)})[0].result == hole_bytes + data_bytes);
     Operation empty_read = client.operation(Opcode::read, 0, 0, 0);
     empty_read.flags = checksum_wanted;

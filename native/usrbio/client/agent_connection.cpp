@@ -61,17 +61,17 @@ bool is_exiting(pid_t process) noexcept {
     char path[32];
     std::snprintf(path, sizeof(path), "/proc/%d/stat", static_cast<int>(process));
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
-    char text[512];
-    const ssize_t text_bytes = fd < 0 ? -1 : read(fd, text, sizeof(text) - 1);
+    char stat_line[512];
+    const ssize_t stat_line_bytes = fd < 0 ? -1 : read(fd, stat_line, sizeof(stat_line) - 1);
     if (fd >= 0) {
         close(fd);
     }
-    if (text_bytes <= 0) {
+    if (stat_line_bytes <= 0) {
         return false;
     }
-    text[text_bytes] = 0;
-    // The name of the process is in brackets and may contain any character, so search the last bracket.
-    const char* name_end = std::strrchr(text, ')');
+    stat_line[stat_line_bytes] = 0;
+    // The name of the process is in parentheses and may contain any character, so search for the last parenthesis.
+    const char* name_end = std::strrchr(stat_line, ')');
     unsigned long flags = 0;
     return name_end != nullptr && std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %lu", &flags) == 1 &&
            (flags & exiting_flag) != 0;
@@ -394,13 +394,13 @@ int make_connection(const std::string& mount, std::shared_ptr<AgentConnection>& 
 } // namespace
 
 int find_agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connection) noexcept {
-    char* resolved = realpath(mount, nullptr);
-    if (resolved == nullptr) {
+    char* resolved_path = realpath(mount, nullptr);
+    if (resolved_path == nullptr) {
         return errno == ENOTDIR ? -ENOENT : -errno;
     }
-    const std::unique_ptr<char, decltype(&std::free)> owner(resolved, std::free);
+    const std::unique_ptr<char, decltype(&std::free)> path_owner(resolved_path, std::free);
     try {
-        const std::string path(resolved);
+        const std::string path(resolved_path);
         std::shared_ptr<AgentConnection> existing;
         connections(); // Creates the table, which locks library_mutex().
         {

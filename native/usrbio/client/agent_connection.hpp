@@ -43,7 +43,7 @@ public:
 
     // Returns true if the connection accepts no further request.
     bool has_failed() const noexcept { return has_failed_.load(std::memory_order_acquire); }
-    // Checks by a system call whether the agent has closed its end of the socket. The agent has then withdrawn the
+    // Checks by a system call whether the agent has closed its end of the socket. If so, the agent has withdrawn the
     // publications of this connection, or is dead.
     bool check_closed_by_agent() noexcept { return wait_closed_by_agent(0); }
     // Returns the result of the last check, without a system call.

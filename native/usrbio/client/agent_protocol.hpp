@@ -37,9 +37,9 @@ enum class AgentRequest : std::uint16_t {
 // agent_feature_keep: the agent can keep the registration of a dma-buf between two publications of a client. A later
 // publish with the same dma-buf (fstat: st_dev, st_ino), offset, length and target allocation uses the kept
 // registration. The range of the share handle may be longer than the iov in the target; the iov is then the beginning
-// of the range. The agent ends a kept registration on drop_kept, and when the client's connection ends. The same holds
-// for host memory, which its device, inode and length identify: its file keeps its name in /dev/shm while it is kept,
-// and the agent removes the name if it does not keep the registration.
+// of the range. The agent ends a kept registration on drop_kept, and when the client's connection ends. The agent can
+// also keep the registration of host memory, which it identifies by device, inode and length. As long as the
+// registration is kept, the file keeps its name in /dev/shm. Otherwise the agent removes the name.
 inline constexpr std::uint64_t agent_feature_keep = 1;
 
 struct AgentHeader {

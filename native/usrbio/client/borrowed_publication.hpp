@@ -20,9 +20,10 @@ public:
     BorrowedPublication& operator=(const BorrowedPublication&) = delete;
     ~BorrowedPublication() { give_back(); }
 
-    // Borrows the publication `name` with the target `link_target`. Call it at most once. Returns 0 if it is borrowed
-    // or no permission is needed, else -errno. -ENOENT: no publication has that name. -EINVAL: the publication has
-    // another target. -EACCES: the publication belongs to another user. -EREMOTEIO: the agent has ended.
+    // Borrows the publication `name` with the target `link_target`. Call it at most once. Returns 0 if the borrow
+    // succeeded or no permission is needed, else -errno. -ENOENT: no publication has that name. -EINVAL: the
+    // publication has another target. -EACCES: the publication belongs to another user. -EREMOTEIO: the agent has
+    // ended.
     int borrow(const char* mount, std::string_view name, std::string_view link_target) noexcept;
     // Returns the borrow to the agent, which first waits for the operations in flight.
     void give_back() noexcept;

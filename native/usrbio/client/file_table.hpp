@@ -62,7 +62,7 @@ private:
     // Entry::state has the FileAccess, a bit for registered files, and the generation: a count of the registrations.
     static constexpr std::uint32_t access_mask = 3;
     static constexpr std::uint32_t registered_bit = 4;
-    static constexpr std::uint32_t generation_step = 8; // The generation is in the bits from this one on.
+    static constexpr std::uint32_t generation_step = 8; // The generation is in this bit and all higher bits.
     struct Entry {
         std::atomic<std::uint64_t> inode{0};
         std::atomic<std::uint32_t> state{0};

@@ -1,5 +1,5 @@
-// The C functions for files: hf3fs_reg_fd, hf3fs_dereg_fd, hf3fs_hardlink, hf3fs_punchhole. As hf3fs_usrbio.h says,
-// they return 0 or a positive errno, and so do the helper functions here.
+// The C functions for files: hf3fs_reg_fd, hf3fs_dereg_fd, hf3fs_hardlink, hf3fs_punchhole. As hf3fs_usrbio.h
+// documents, these functions return 0 or a positive errno. The helper functions of this file do the same.
 #include "common/descriptor.hpp"
 #include "usrbio/client/agent_connection.hpp"
 #include "usrbio/client/file_table.hpp"
@@ -32,7 +32,7 @@ namespace {
 // A registered file. The table has it under both descriptors.
 struct Registration {
     int fd;        // The caller's descriptor.
-    int duplicate; // The library's duplicate of it, whose negative hf3fs_reg_fd returns.
+    int duplicate; // The library's duplicate of the descriptor. hf3fs_reg_fd returns its negative number.
     std::uint64_t inode;
     std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
 };
@@ -61,7 +61,7 @@ Registrations& registrations() {
     return *table;
 }
 
-// Sets `agent` to the connection of a mount. The mount was found by the agent's socket, so if the socket no longer
+// Sets `agent` to the connection of a mount. The caller found the mount by the agent's socket. If the socket no longer
 // exists, the agent has ended. Returns 0 or an errno.
 int find_agent(const std::string& mount, std::shared_ptr<AgentConnection>& agent) noexcept {
     const int error = -find_agent_connection(mount.c_str(), agent);
@@ -81,7 +81,7 @@ void deregister_with(AgentConnection& agent, std::uint64_t inode) noexcept {
 }
 
 // Registers the file with the agent, and sets `file.inode` and `file.agent`. In a FUSE mount of 3FS without an agent,
-// the inode belongs to the file.
+// sets `file.inode` to the inode of the file.
 int register_file(int fd, Registration& file) {
     std::string mount;
     if (find_agent_mount(fd, mount)) {

@@ -85,7 +85,7 @@ int GpuIov::unpublish(std::shared_ptr<AgentConnection>* keeping_agent) noexcept 
     }
     const int error = keeping_agent == nullptr ? usrbio::unpublish(mount.c_str(), publication_name)
                                                : unpublish_and_keep(mount.c_str(), publication_name, keeping_agent);
-    // -EREMOTEIO: the agent has ended, and so has its memory region. -ENOENT: there is no link to remove.
+    // -EREMOTEIO: the agent has ended, and with it the registration of the memory. -ENOENT: there is no link to remove.
     if (error != 0 && error != -ENOENT && error != -EREMOTEIO) {
         log_line(LogLevel::error, "unpublish %s of %s failed: %s", publication_name.c_str(), mount.c_str(),
                  ErrnoText(-error).c_str());

@@ -13,8 +13,8 @@
 namespace gdrkit::usrbio {
 namespace {
 
-int log_failure(const cuda::Driver& driver, const char* call, cuda::Result result) {
-    log_line(LogLevel::error, "%s failed: %s (%d)", call, cuda::result_name(driver, result), result);
+int log_failure(const cuda::Driver& driver, const char* function_name, cuda::Result result) {
+    log_line(LogLevel::error, "%s failed: %s (%d)", function_name, cuda::result_name(driver, result), result);
     return cuda::convert_to_errno(result);
 }
 

@@ -140,9 +140,9 @@ int publish_block(GpuIov& gpu, std::unique_ptr<GpuBlock> block, const std::uint8
     return publish_gpu_iov(gpu, id);
 }
 
-// Maps the memory of another process by its IPC handle, and compares the size of the mapping with that in the handle or
-// link. `allocation_bytes` is 0 if the size of the allocation is unknown. Returns `driver_error` if the driver refuses
-// the handle.
+// Maps the memory of another process by its IPC handle, and compares the size of the mapping with the size in the
+// handle or link. `allocation_bytes` is 0 if the size of the allocation is unknown. Returns `driver_error` if the
+// driver refuses the handle.
 int map_ipc(GpuIov& gpu, const IpcBytes& ipc, std::uint64_t allocation_bytes, std::uint64_t offset_bytes,
             int driver_error) {
     const CurrentContext current_context(gpu.driver, gpu.context);
@@ -272,14 +272,14 @@ int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, s
     }
     std::error_code error;
     const std::filesystem::path link = std::string(mount) + "/3fs-virt/iovs/" + name;
-    const std::string text = std::filesystem::read_symlink(link, error).native();
+    const std::string target_text = std::filesystem::read_symlink(link, error).native();
     if (error) {
         return -error.value();
     }
     // The link contains the owner's number of the device. map_ipc() checks the device of the memory.
-    const auto target = parse_target(text);
+    const auto target = parse_target(target_text);
     if (!target || !name.ends_with(".gdr.d" + std::to_string(target->device)) || target->size_bytes != size) {
-        log_line(LogLevel::error, "%s is not an iov of %zu bytes: %s", name.c_str(), size, text.c_str());
+        log_line(LogLevel::error, "%s is not an iov of %zu bytes: %s", name.c_str(), size, target_text.c_str());
         return -EINVAL;
     }
     if (!target->ipc) {
@@ -288,7 +288,7 @@ int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, s
     }
     int status = map_ipc(*gpu, *target->ipc, target->allocation_bytes, target->offset_bytes, -EIO);
     if (status == 0) {
-        status = gpu->borrowed.borrow(mount, name, text);
+        status = gpu->borrowed.borrow(mount, name, target_text);
     }
     if (status != 0) {
         return status;
@@ -306,8 +306,8 @@ int import_gpu_iov(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const c
         log_line(LogLevel::error, "hf3fs_iov_import_gpu: the 80 bytes are not a valid handle of GPU memory");
         return -EINVAL;
     }
-    // The device number in the handle is the owner's, so it is only a hint: find_ipc_device() finds the device in this
-    // process.
+    // The device number in the handle comes from the owner, so it is only a hint: find_ipc_device() finds the device in
+    // this process.
     int device = -1;
     if (const int error =
             find_ipc_device(*cuda::driver(), parsed_handle->ipc, static_cast<int>(parsed_handle->device), &device);

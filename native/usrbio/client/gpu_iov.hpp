@@ -25,7 +25,7 @@ int export_gpu_iov(const hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle);
 int export_shared_gpu_iov(const hf3fs_iov* iov, gdrkit_share_handle_t* handle);
 int synchronize_gpu_iov(const hf3fs_iov* iov, int direction);
 
-// These implement hf3fs_iovunlink_gpu and hf3fs_iovdestroy_gpu. These functions do nothing if `iov` is not a GPU iov.
+// These functions implement hf3fs_iovunlink_gpu and hf3fs_iovdestroy_gpu. They do nothing if `iov` is not a GPU iov.
 void unlink_gpu_iov(hf3fs_iov* iov);
 void destroy_gpu_iov(hf3fs_iov* iov);
 

@@ -12,8 +12,9 @@
 namespace gdrkit::usrbio {
 namespace {
 
-int log_failure(const cuda::Driver& driver, const char* call, cuda::DevicePointer pointer, cuda::Result result) {
-    log_line(LogLevel::error, "%s failed for device memory at 0x%" PRIx64 ": %s (%d)", call, pointer,
+int log_failure(const cuda::Driver& driver, const char* function_name, cuda::DevicePointer pointer,
+                cuda::Result result) {
+    log_line(LogLevel::error, "%s failed for device memory at 0x%" PRIx64 ": %s (%d)", function_name, pointer,
              cuda::result_name(driver, result), result);
     return cuda::convert_to_errno(result);
 }
@@ -34,7 +35,7 @@ const char* find_dma_obstacle(const cuda::Driver& driver, int device, cuda::Devi
         return "the address is host memory, or not mapped";
     }
     if (query_pointer(driver, cuda::pointer_is_managed, pointer, &managed) != cuda::success || managed != 0) {
-        return "managed memory moves between host and device, so that a NIC cannot pin it";
+        return "managed memory moves between host and device, so a NIC cannot pin it";
     }
     if (query_pointer(driver, cuda::pointer_device_ordinal, pointer, &owner_device) != cuda::success ||
         owner_device != device) {
@@ -113,8 +114,8 @@ int check_device_memory(const cuda::Driver& driver, int device, cuda::DevicePoin
     if (size_bytes - 1 > UINT64_MAX - pointer) {
         return log_refusal("the range extends beyond the last address");
     }
-    // The driver reports only the allocation or VMM chunk at an address, so check the range piece by piece.
-    const cuda::DevicePointer last = pointer + (size_bytes - 1);
+    // The driver reports only the allocation or VMM chunk at an address, so check the range chunk by chunk.
+    const cuda::DevicePointer last_address = pointer + (size_bytes - 1);
     for (cuda::DevicePointer position = pointer;;) {
         if (const char* const obstacle = find_dma_obstacle(driver, device, position); obstacle != nullptr) {
             return log_refusal(obstacle);
@@ -126,7 +127,7 @@ int check_device_memory(const cuda::Driver& driver, int device, cuda::DevicePoin
         if (position == pointer) {
             *allocation = chunk;
         }
-        if (last - chunk.base < chunk.bytes) {
+        if (last_address - chunk.base < chunk.bytes) {
             return 0;
         }
         position = chunk.base + chunk.bytes;
@@ -181,8 +182,8 @@ int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::
     // Therefore export all pages that contain a byte of the range.
     const std::uint64_t page_bytes = host_page_bytes();
     const cuda::DevicePointer base = pointer / page_bytes * page_bytes;
-    const cuda::DevicePointer last = pointer + (size_bytes - 1);
-    const std::uint64_t bytes = (last - base) / page_bytes * page_bytes + page_bytes;
+    const cuda::DevicePointer last_address = pointer + (size_bytes - 1);
+    const std::uint64_t bytes = (last_address - base) / page_bytes * page_bytes + page_bytes;
     int fd = -1;
     const cuda::Result result = driver.range_handle(&fd, base, bytes, cuda::range_handle_dmabuf, 0);
     if (result == cuda::invalid_value || result == cuda::not_supported) {
@@ -201,9 +202,9 @@ int find_ipc_device(const cuda::Driver& driver, const IpcBytes& ipc, int hint, i
         log_line(LogLevel::error, "this process has no CUDA device");
         return -ENODEV;
     }
-    const int first = hint >= 0 && hint < count ? hint : 0;
-    for (int tried = 0; tried < count; ++tried) {
-        const int candidate = (first + tried) % count;
+    const int first_device = hint >= 0 && hint < count ? hint : 0;
+    for (int attempt = 0; attempt < count; ++attempt) {
+        const int candidate = (first_device + attempt) % count;
         PrimaryContext primary;
         if (const int error = primary.retain(driver, candidate); error != 0) {
             continue;

@@ -26,7 +26,7 @@ public:
     // Returns -ENODEV if the device does not exist.
     int retain(const cuda::Driver& driver, int device);
     [[nodiscard]] cuda::Context get() const { return context_; }
-    // Drops the reference without a call of the driver. For a forked child, in which the driver does not work.
+    // Drops the reference without a call of the driver. Call it in a forked child, where the driver does not work.
     void disown() noexcept { driver_ = nullptr; }
 
 private:
@@ -35,7 +35,7 @@ private:
     cuda::Context context_ = nullptr;
 };
 
-// Makes a context current in this thread, and restores the previous one at the end.
+// Makes a context current in this thread, and restores the previous context at the end.
 class CurrentContext {
 public:
     CurrentContext(const cuda::Driver& driver, cuda::Context context);
@@ -75,8 +75,8 @@ int export_ipc(const cuda::Driver& driver, cuda::DevicePointer pointer, IpcBytes
 struct Dmabuf {
     Descriptor descriptor;
     std::uint64_t size_bytes = 0;
-    // Offset of the first requested byte in the dma-buf. The driver exports whole pages, so this is not 0 if the byte
-    // is not the first one of a page.
+    // Offset of the first requested byte in the dma-buf. The driver exports whole pages, so the offset is not 0 if the
+    // range does not begin at a page.
     std::uint64_t offset_bytes = 0;
 };
 

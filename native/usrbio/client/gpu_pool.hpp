@@ -1,6 +1,6 @@
-// The pool of device memory: blocks that destroyed iovs leave, for later iovs of this process. A block goes only to an
-// iov of the same mount and device. The memory of an iov that another process borrowed, or whose handle was exported,
-// is freed instead. docs/decisions/0011-gpu-memory-pool.md has the reasons.
+// The pool of device memory: it keeps the blocks of destroyed iovs for later iovs of this process. A block goes only to
+// an iov of the same mount and device. The memory of an iov that another process borrowed, or whose handle was
+// exported, is freed instead. docs/decisions/0011-gpu-memory-pool.md has the reasons.
 #pragma once
 
 #include <cstddef>

@@ -20,8 +20,8 @@ std::filesystem::path make_iovs_folder_path(const std::string& mount) {
     return mount + "/3fs-virt/iovs";
 }
 
-// Calls `visit` with the name of each link to device memory, until it returns true. Returns 0, or the -errno of the
-// directory.
+// Calls `visit` with the name of each link to device memory, until `visit` returns true. Returns 0, or the -errno of
+// the directory.
 template <typename Visit> int for_each_gpu_link(const std::string& mount, const Visit& visit) {
     std::error_code error;
     for (std::filesystem::directory_iterator entry(make_iovs_folder_path(mount), error), end; !error && entry != end;
@@ -142,9 +142,9 @@ int publish_gpu_iov(GpuIov& gpu, const std::uint8_t id[16]) {
 int find_publication(const char* mount, const std::uint8_t id[16], std::string* name) {
     name->clear();
     int matches_count = 0;
-    const int error = for_each_gpu_link(mount, [&](const std::string& found_name, const GpuLinkName& link) {
+    const int error = for_each_gpu_link(mount, [&](const std::string& link_name, const GpuLinkName& link) {
         if (std::equal(link.id.begin(), link.id.end(), id)) {
-            *name = found_name;
+            *name = link_name;
             ++matches_count;
         }
         return false;
@@ -162,21 +162,21 @@ int find_publication(const char* mount, const std::uint8_t id[16], std::string* 
 int borrow_publication(GpuIov& gpu, std::uint64_t offset_bytes, std::uint8_t id[16]) {
     std::fill_n(id, 16, std::uint8_t{0});
     int status = 0;
-    // An import also works in a mount without publications, so that an error of the directory is ignored.
+    // Ignore an error of the directory, because an import also works in a mount without publications.
     for_each_gpu_link(gpu.mount, [&](const std::string& name, const GpuLinkName& link) {
         // Ignore errors, because another process may remove its link meanwhile.
         std::error_code read_error;
-        const std::string text =
+        const std::string target_text =
             std::filesystem::read_symlink(make_iovs_folder_path(gpu.mount) / name, read_error).native();
-        const auto target = parse_target(text);
+        const auto target = parse_target(target_text);
         // The IPC handle identifies the allocation. The device may have another number in the owner.
-        const bool is_same = target && target->device == link.owner_device && target->ipc == gpu.ipc &&
-                             target->offset_bytes == offset_bytes && target->size_bytes == gpu.size_bytes;
-        if (is_same) {
+        const bool is_match = target && target->device == link.owner_device && target->ipc == gpu.ipc &&
+                              target->offset_bytes == offset_bytes && target->size_bytes == gpu.size_bytes;
+        if (is_match) {
             std::ranges::copy(link.id, id);
-            status = gpu.borrowed.borrow(gpu.mount.c_str(), name, text);
+            status = gpu.borrowed.borrow(gpu.mount.c_str(), name, target_text);
         }
-        return is_same;
+        return is_match;
     });
     return status;
 }

@@ -21,7 +21,7 @@ int find_publication(const char* mount, const std::uint8_t id[16], std::string* 
 
 // Finds in the mount of `gpu` the publication of the memory that `gpu` has mapped from another process. Sets `id` to
 // the UUID of the publication and borrows it. `offset_bytes` is the offset of the memory in its allocation. Returns 0
-// and an `id` of zeros if the memory is not published in this mount, or the -errno of BorrowedPublication::begin().
+// and an `id` of zeros if the memory is not published in this mount, or the -errno of BorrowedPublication::borrow().
 int borrow_publication(GpuIov& gpu, std::uint64_t offset_bytes, std::uint8_t id[16]);
 
 } // namespace gdrkit::usrbio

@@ -35,7 +35,7 @@ template <typename Number> bool consume_number(std::string_view& text, Number& n
     return true;
 }
 
-// Consumes two lower-case digits, so that a target has only one spelling.
+// Consumes two hexadecimal digits. Accepts only lower case, so that a target has only one spelling.
 bool consume_hex(std::string_view& text, std::uint8_t& byte) {
     if (text.size() < 2) {
         return false;
@@ -106,15 +106,15 @@ std::string make_gpu_link_name(const std::uint8_t id[16], int device) {
 }
 
 std::optional<GpuLinkName> parse_gpu_link_name(std::string_view name) {
-    GpuLinkName parsed;
+    GpuLinkName link_name;
     std::string_view text = name;
-    for (std::size_t byte = 0; byte < parsed.id.size(); ++byte) {
-        if ((has_hyphen_before(byte) && !consume(text, "-")) || !consume_hex(text, parsed.id[byte])) {
+    for (std::size_t byte = 0; byte < link_name.id.size(); ++byte) {
+        if ((has_hyphen_before(byte) && !consume(text, "-")) || !consume_hex(text, link_name.id[byte])) {
             return std::nullopt;
         }
     }
-    const bool is_valid = consume(text, ".gdr.d") && consume_number(text, parsed.owner_device) && text.empty();
-    return is_valid ? std::optional(parsed) : std::nullopt;
+    const bool is_valid = consume(text, ".gdr.d") && consume_number(text, link_name.owner_device) && text.empty();
+    return is_valid ? std::optional(link_name) : std::nullopt;
 }
 
 } // namespace gdrkit::usrbio

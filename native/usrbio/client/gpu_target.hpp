@@ -31,7 +31,7 @@ std::optional<GpuTarget> parse_target(std::string_view text);
 // Returns the name <uuid>.gdr.d<device>, in which the UUID has hyphens.
 std::string make_gpu_link_name(const std::uint8_t id[16], int device);
 
-// The UUID and the device of a link's name. It is the owner's number of the device. In another process the
+// The UUID and the device of a link's name. The device number is valid in the owner's process. In another process the
 // device may have another number (CUDA_VISIBLE_DEVICES).
 struct GpuLinkName {
     std::array<std::uint8_t, 16> id{};

@@ -1,3 +1,4 @@
+// Counts the contexts whose devices show writes of NICs only after a flush, and flushes these writes.
 #include "usrbio/client/gpu_visibility.hpp"
 
 #include <atomic>
@@ -15,7 +16,7 @@ struct ContextsToFlush {
     std::map<cuda::Context, unsigned> iov_counts;
 };
 
-// Never destroyed, because iovs may be destroyed while the process exits.
+// Returns the only instance. It is never destroyed, because iovs may be destroyed while the process exits.
 ContextsToFlush& contexts_to_flush() {
     static auto* const instance = new ContextsToFlush;
     return *instance;

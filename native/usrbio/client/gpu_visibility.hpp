@@ -6,11 +6,11 @@
 
 namespace gdrkit::usrbio {
 
-// Returns whether the device needs a flush, and can flush from the host.
+// Returns whether the device needs flushes and the host can order them.
 bool needs_flush(const cuda::Driver& driver, int device);
 
-// An iov holds such an object while it has memory on the device of this context, and the device needs flushes. The
-// context is the primary context, which the iov retains.
+// An iov holds a ContextToFlush as long as it has memory on a device that needs flushes. The context is the primary
+// context of the device, which the iov retains.
 class ContextToFlush {
 public:
     explicit ContextToFlush(cuda::Context context);

@@ -25,7 +25,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Below this size, the pages cost less than the messages to the agent.
+// For smaller memory, new pages cost less time than the messages to the agent that keep the old ones.
 constexpr std::size_t size_bytes_min = std::size_t{4} << 20;
 constexpr std::size_t host_idle_bytes_default = std::size_t{256} << 20;
 constexpr std::chrono::seconds idle_time_max{3};
@@ -46,17 +46,17 @@ struct HostPool {
     std::size_t idle_bytes = 0;
     bool has_thread = false;
 
-    // A thread that frees memory holds this mutex until the memory is free. It locks library_mutex() later.
-    std::mutex freeing;
-    std::atomic<std::uint64_t> frees{0};
+    // A thread that frees memory holds this mutex until the memory is free. It locks this mutex before library_mutex().
+    std::mutex freeing_mutex;
+    std::atomic<std::uint64_t> frees_count{0};
 };
 
 // Returns the pool. It is never destroyed, because other threads may still use iovs when the process exits.
 HostPool& host_pool() {
     static auto* instance = [] {
         auto* new_pool = new HostPool;
-        // The memory and its registrations belong to the parent. The child unmaps the pages, so that it does not keep
-        // them from being freed, and abandons its objects.
+        // The memory and its registrations belong to the parent. The child unmaps the pages, because its mappings would
+        // prevent the kernel from freeing them, and abandons its objects.
         add_fork_handler([] {
             for (const IdleMemory& entry : host_pool().idle) {
                 munmap(entry.kept.memory->base(), entry.kept.memory->bytes());
@@ -84,42 +84,42 @@ std::size_t read_idle_bytes_max() noexcept {
     return bytes_max;
 }
 
-// Frees the idle memory for which `is_removed` returns true. Asks for the memory in the list's order.
-template <typename Condition> void free_idle_memory(HostPool& all, const Condition& is_removed) noexcept {
-    const std::lock_guard freeing(all.freeing);
-    IdleList removed;
+// Frees the idle memory for which `is_removed` returns true. Calls `is_removed` in the order of the list.
+template <typename Condition> void free_idle_memory(HostPool& pool, const Condition& is_removed) noexcept {
+    const std::lock_guard freeing_lock(pool.freeing_mutex);
+    IdleList removed_memory;
     {
         const std::lock_guard lock(library_mutex());
-        for (auto entry = all.idle.begin(); entry != all.idle.end();) {
+        for (auto entry = pool.idle.begin(); entry != pool.idle.end();) {
             const auto next = std::next(entry);
             if (is_removed(*entry)) {
-                all.idle_bytes -= entry->kept.memory->bytes();
-                removed.splice(removed.end(), all.idle, entry);
+                pool.idle_bytes -= entry->kept.memory->bytes();
+                removed_memory.splice(removed_memory.end(), pool.idle, entry);
             }
             entry = next;
         }
     }
-    for (const IdleMemory& entry : removed) {
+    for (const IdleMemory& entry : removed_memory) {
         drop_registration(entry.kept, *entry.agent);
         log_line(LogLevel::info, "host pool: frees %zu idle bytes", entry.kept.memory->bytes());
     }
-    const std::size_t count = removed.size();
-    removed.clear();
-    all.frees += count;
+    const std::size_t count = removed_memory.size();
+    removed_memory.clear();
+    pool.frees_count += count;
 }
 
 // Frees memory that has been idle for too long, and memory that no later iov can use. Runs in a thread while there is
 // idle memory.
 void free_expired_memory() {
-    HostPool& all = host_pool();
+    HostPool& pool = host_pool();
     for (bool has_memory = true; has_memory;) {
         std::this_thread::sleep_for(host_check_interval);
         const Clock::time_point expiry = Clock::now() - idle_time_max;
-        free_idle_memory(all, [&](const IdleMemory& entry) {
+        free_idle_memory(pool, [&](const IdleMemory& entry) {
             return entry.idle_since <= expiry || entry.kept.memory->may_be_mapped_by_child() || !has_name(entry.kept);
         });
         const std::lock_guard lock(library_mutex());
-        has_memory = all.has_thread = !all.idle.empty();
+        has_memory = pool.has_thread = !pool.idle.empty();
     }
 }
 
@@ -134,10 +134,10 @@ bool leaves_shared_memory_free(int file, std::size_t size_bytes) noexcept {
     if (fstatvfs(file, &file_system) != 0) {
         return false;
     }
-    const HostPool& all = host_pool();
+    const HostPool& pool = host_pool();
     const std::lock_guard lock(library_mutex());
     const bool has_limit = file_system.f_blocks != 0;
-    return !has_limit || (all.idle_bytes + size_bytes) / file_system.f_frsize <= file_system.f_bavail;
+    return !has_limit || (pool.idle_bytes + size_bytes) / file_system.f_frsize <= file_system.f_bavail;
 }
 
 bool has_name(const KeptMemory& kept) noexcept {
@@ -146,33 +146,33 @@ bool has_name(const KeptMemory& kept) noexcept {
 }
 
 KeptMemory take_host_memory(const AgentConnection& agent, std::size_t size_bytes, int numa) noexcept {
-    HostPool& all = host_pool();
-    IdleList taken;
+    HostPool& pool = host_pool();
+    IdleList taken_memory;
     const std::lock_guard lock(library_mutex());
-    for (auto entry = all.idle.begin(); entry != all.idle.end(); ++entry) {
+    for (auto entry = pool.idle.begin(); entry != pool.idle.end(); ++entry) {
         if (entry->agent.get() == &agent && entry->kept.memory->bytes() == size_bytes && entry->numa == numa &&
             !entry->kept.memory->may_be_mapped_by_child()) {
-            all.idle_bytes -= size_bytes;
-            taken.splice(taken.end(), all.idle, entry);
-            return std::move(taken.front().kept);
+            pool.idle_bytes -= size_bytes;
+            taken_memory.splice(taken_memory.end(), pool.idle, entry);
+            return std::move(taken_memory.front().kept);
         }
     }
     return {};
 }
 
 void keep_host_memory(KeptMemory kept, std::shared_ptr<AgentConnection> agent, int numa) noexcept {
-    HostPool& all = host_pool();
+    HostPool& pool = host_pool();
     std::size_t bytes_max = read_idle_bytes_max();
     try {
-        IdleList added;
-        added.push_back({std::move(kept), std::move(agent), numa, Clock::now()});
+        IdleList added_memory;
+        added_memory.push_back({std::move(kept), std::move(agent), numa, Clock::now()});
         const std::lock_guard lock(library_mutex());
-        all.idle_bytes += added.front().kept.memory->bytes();
-        all.idle.splice(all.idle.end(), added);
-        all.has_thread = all.has_thread || start_pool_thread("hf3fs-iov-pool", free_expired_memory);
+        pool.idle_bytes += added_memory.front().kept.memory->bytes();
+        pool.idle.splice(pool.idle.end(), added_memory);
+        pool.has_thread = pool.has_thread || start_pool_thread("hf3fs-iov-pool", free_expired_memory);
         // Without the thread, no memory may stay idle.
-        bytes_max = all.has_thread ? bytes_max : 0;
-        if (all.idle_bytes <= bytes_max) {
+        bytes_max = pool.has_thread ? bytes_max : 0;
+        if (pool.idle_bytes <= bytes_max) {
             return;
         }
     } catch (const std::bad_alloc&) {
@@ -185,17 +185,17 @@ void drop_registration(const KeptMemory& kept, AgentConnection& agent) noexcept 
     std::uint64_t flags = 0;
     const iovec payload{&flags, sizeof(flags)};
     const int fd = kept.file.get();
-    // After an error, the agent ends the registration with the connection, unless it has ended it before.
+    // The result is not needed: after an error, the agent ends the registration at the latest when the connection ends.
     static_cast<void>(agent.call(AgentRequest::drop_kept, {&payload, 1}, {&fd, 1}, {}));
 }
 
 void trim_host_pool(std::size_t bytes_max) noexcept {
-    HostPool& all = host_pool();
-    free_idle_memory(all, [&](const IdleMemory&) { return all.idle_bytes > bytes_max; });
+    HostPool& pool = host_pool();
+    free_idle_memory(pool, [&](const IdleMemory&) { return pool.idle_bytes > bytes_max; });
 }
 
 std::uint64_t count_host_pool_frees() noexcept {
-    return host_pool().frees;
+    return host_pool().frees_count;
 }
 
 } // namespace gdrkit::usrbio

@@ -1,5 +1,5 @@
-// The pool of host memory: memory of large iovs that were destroyed, for later iovs of this process. The agent keeps
-// its registration, so that a later iov of the same size neither allocates pages nor pins them.
+// The pool of host memory: it keeps the memory of destroyed large iovs for later iovs of this process. The agent keeps
+// the memory registered, so that a later iov of the same size neither allocates pages nor pins them.
 // docs/decisions/0016-host-memory-pool.md has the reasons.
 #pragma once
 
@@ -16,12 +16,12 @@ namespace gdrkit::usrbio {
 // Returns whether an iov of `size_bytes` may leave its memory to the pool.
 bool may_keep_host_memory(std::size_t size_bytes) noexcept;
 
-// Returns whether idle memory, with `size_bytes` more, takes no more of the file system of `file` than it leaves free.
-// Other processes cannot free the idle memory of this process.
+// Returns whether the idle memory, with `size_bytes` more, is not larger than the free space in the file system of
+// `file`. Other processes cannot free the idle memory of this process.
 bool leaves_shared_memory_free(int file, std::size_t size_bytes) noexcept;
 
-// Memory that no iov uses, and that the agent has registered. The descriptor of its file identifies it to the agent,
-// also when its name was removed.
+// Memory that no iov uses, and that the agent has registered. The descriptor of the file identifies the memory to the
+// agent, even after the name of the file was removed.
 struct KeptMemory {
     std::shared_ptr<SharedMemory> memory;
     Descriptor file;
@@ -31,7 +31,7 @@ struct KeptMemory {
 // ends by itself.
 bool has_name(const KeptMemory& kept) noexcept;
 
-// Returns idle memory of exactly this size and NUMA node that `agent` has registered, or null. It still has the
+// Returns idle memory of exactly this size and NUMA node that `agent` has registered, or null. The memory still has the
 // contents of the earlier iov.
 KeptMemory take_host_memory(const AgentConnection& agent, std::size_t size_bytes, int numa) noexcept;
 

@@ -23,7 +23,7 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr long second_ns = 1000000000;
-// A wait spins for at least the minimum, or not at all. A sleep and the wake-up cost 10 to 25 us on a virtual machine.
+// A wait spins for at least this minimum, or not at all. A sleep and the wake-up cost 10 to 25 us on a virtual machine.
 constexpr long spin_ns_min = 2000;
 constexpr long spin_ns_max = 150000;
 // If spinning did not help on a ring, its waits stop spinning. Every 64th wait spins again, because the agent may have
@@ -100,7 +100,7 @@ bool lock_until(std::unique_lock<std::timed_mutex>& lock, std::uint32_t count_mi
     return lock.try_lock_until(std::chrono::system_clock::time_point(since_epoch));
 }
 
-// One call of hf3fs_wait_for_ios: reaps completions, spins, and sleeps until `count_min` completions are there or the
+// One call of hf3fs_wait_for_ios: reaps completions, spins, and sleeps until it has `count_min` completions or the
 // deadline has passed.
 class Wait {
 public:
@@ -226,7 +226,7 @@ private:
     }
 
     int fail_outstanding() noexcept {
-        reap(); // Return what the agent completed before its end.
+        reap(); // Return the operations that the agent completed before its end.
         ring_.fail_outstanding(count_max_ - reaped_count_, -EREMOTEIO,
                                [this](auto index, auto result, auto user) { append(index, result, user); });
         return reaped_count_ == 0 ? -EREMOTEIO : static_cast<int>(reaped_count_);

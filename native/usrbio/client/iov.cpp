@@ -92,8 +92,8 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
                           : Descriptor();
     const bool asks_to_keep = file && leaves_shared_memory_free(file.get(), memory->bytes());
     // Remove the name while the memory is still published. If this process is killed between the two steps, the agent
-    // cleans up. If the agent shall keep the memory, the name stays, and the agent removes it unless it keeps the
-    // memory.
+    // cleans up. If this process asks the agent to keep the memory, the name stays; an agent that does not keep the
+    // memory removes the name.
     if (!asks_to_keep) {
         memory->remove_name();
     }
@@ -120,8 +120,8 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
 
 namespace {
 
-// Publishes memory that an earlier iov has left, after filling it with zeros. Returns -ENOENT if there is none, or the
-// error of the publication.
+// Publishes memory that an earlier iov has left, after filling it with zeros. Returns -ENOENT if there is no such
+// memory, or the error of the publication.
 int publish_kept_memory(HostIov& iov, const char* mount, const std::string& name, std::size_t size, int numa) {
     std::shared_ptr<AgentConnection> agent;
     if (find_agent_connection(mount, agent) != 0) {
@@ -152,7 +152,7 @@ int allocate_and_publish(HostIov& iov, const char* mount, const std::string& nam
         return -EIO;
     }
     const std::string target = shared_memory_folder + shared_name;
-    // A kernel without O_TMPFILE has given the memory its name.
+    // Without O_TMPFILE, create_unnamed() has created the memory with its name.
     return iov.memory->unnamed_fd() >= 0 ? publish_unnamed(mount, name, target, *iov.memory)
                                          : publish(mount, name, target);
 }
@@ -253,8 +253,8 @@ bool parse_block_size(std::string_view name, const std::string& id, std::size_t&
     return error == std::errc() && end == name.data() + name.size();
 }
 
-// Finds the link that the caller has made for an id. The block size belongs to the link, so `block_size` becomes that
-// of the link if no link has the caller's. Returns -ENOENT if there is no link.
+// Finds the link that the caller has made for an id. If no link has the caller's block size, sets `block_size` to the
+// block size of the link that exists. Returns -ENOENT if there is no link.
 int find_link(const char* mount, const Uuid& id, std::size_t& block_size, std::string& target) {
     if (read_link(make_link_path(mount, make_link_name(id, block_size, nullptr)), target) == 0) {
         return 0;
@@ -264,11 +264,11 @@ int find_link(const char* mount, const Uuid& id, std::size_t& block_size, std::s
         return -errno;
     }
     const std::string id_text = to_string(id);
-    std::size_t found_block_size = 0;
+    std::size_t link_block_size = 0;
     while (const dirent* entry = readdir(folder.get())) {
-        if (parse_block_size(entry->d_name, id_text, found_block_size) &&
+        if (parse_block_size(entry->d_name, id_text, link_block_size) &&
             read_link(make_link_path(mount, entry->d_name), target) == 0) {
-            block_size = found_block_size;
+            block_size = link_block_size;
             return 0;
         }
     }
@@ -279,7 +279,7 @@ int find_link(const char* mount, const Uuid& id, std::size_t& block_size, std::s
 int publish_wrapped(const char* mount, const Uuid& id, std::size_t& block_size) {
     std::string target;
     if (const int status = find_link(mount, id, block_size, target); status != 0) {
-        log_line(LogLevel::error, "hf3fs_iovwrap: find the link %s in %s failed: %s; make it before",
+        log_line(LogLevel::error, "hf3fs_iovwrap: find the link %s in %s failed: %s; create it before the call",
                  to_string(id).c_str(), make_link_path(mount, "").c_str(), ErrnoText(-status).c_str());
         return status;
     }

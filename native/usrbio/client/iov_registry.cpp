@@ -41,11 +41,11 @@ std::shared_ptr<IovBacking> find_iov(hf3fs_iov_handle handle) noexcept {
 
 void unregister_iov(hf3fs_iov_handle handle) noexcept {
     Registry& table = registry();
-    std::shared_ptr<IovBacking> removed; // Declared before the lock, so that it is destroyed after the unlock.
+    std::shared_ptr<IovBacking> removed_backing; // Declared before the lock, so that it is destroyed after the unlock.
     const std::lock_guard lock(library_mutex());
     const auto entry = table.backings.find(reinterpret_cast<std::uintptr_t>(handle));
     if (entry != table.backings.end()) {
-        removed = std::move(entry->second);
+        removed_backing = std::move(entry->second);
         table.backings.erase(entry);
     }
 }

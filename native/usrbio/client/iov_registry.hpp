@@ -8,7 +8,7 @@
 
 namespace gdrkit::usrbio {
 
-// The memory and the publication of one iov. HostIov and GpuIov implement this.
+// The memory and the publication of one iov. HostIov and GpuIov implement this interface.
 class IovBacking {
 public:
     virtual ~IovBacking() = default;

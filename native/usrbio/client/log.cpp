@@ -50,7 +50,7 @@ void log_line(LogLevel level, const char* format, ...) noexcept {
     length = std::min(length + std::max(message_length, 0), static_cast<int>(sizeof(line)) - 2);
     line[length] = '\n';
     // The result is ignored, because a failure of the log cannot be logged.
-    [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, line, static_cast<std::size_t>(length) + 1);
+    [[maybe_unused]] const ssize_t written_bytes = write(STDERR_FILENO, line, static_cast<std::size_t>(length) + 1);
 }
 
 } // namespace gdrkit::usrbio

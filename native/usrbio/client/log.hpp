@@ -1,7 +1,7 @@
 // The log of the library, which goes to stderr. The environment variable HF3FS_USRBIO_LIB_LOG sets the level.
 //
-// error: a call failed. warning: a call works, but not as well as it could. info: what was created, published,
-// registered and ended, and by which route. debug: each operation, each submission and each completion.
+// error: a call failed. warning: a call works, but not as well as it could. info: objects that were created, published,
+// registered and ended, and the route. debug: each operation, each submission and each completion.
 #pragma once
 
 namespace gdrkit::usrbio {

@@ -111,22 +111,22 @@ std::string match_mount_line(const std::string& line, bool is_any_type_allowed, 
 }
 
 std::string find_mount_point(const char* path) {
-    const std::unique_ptr<char, decltype(&std::free)> resolved(realpath(path, nullptr), std::free);
-    if (resolved == nullptr) {
+    const std::unique_ptr<char, decltype(&std::free)> resolved_path(realpath(path, nullptr), std::free);
+    if (resolved_path == nullptr) {
         return {};
     }
     const char* variable = std::getenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP");
     const bool is_any_type_allowed = variable != nullptr && std::strcmp(variable, "yes") == 0;
-    std::string innermost;
-    find_agent_mount_above(resolved.get(), innermost);
+    std::string innermost_mount;
+    find_agent_mount_above(resolved_path.get(), innermost_mount);
     std::ifstream mounts("/proc/self/mountinfo");
     for (std::string line; std::getline(mounts, line);) {
-        const std::string mount = match_mount_line(line, is_any_type_allowed, resolved.get());
-        if (mount.size() > innermost.size()) {
-            innermost = mount;
+        const std::string mount = match_mount_line(line, is_any_type_allowed, resolved_path.get());
+        if (mount.size() > innermost_mount.size()) {
+            innermost_mount = mount;
         }
     }
-    return innermost;
+    return innermost_mount;
 }
 
 } // namespace

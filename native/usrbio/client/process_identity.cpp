@@ -33,8 +33,8 @@ std::array<std::uint8_t, 16> read_boot_id() {
 }
 
 std::uint32_t read_pid_namespace() {
-    struct stat status {};
-    return stat("/proc/self/ns/pid", &status) == 0 ? static_cast<std::uint32_t>(status.st_ino) : 0;
+    struct stat attributes {};
+    return stat("/proc/self/ns/pid", &attributes) == 0 ? static_cast<std::uint32_t>(attributes.st_ino) : 0;
 }
 
 struct ProcessStart {
@@ -46,7 +46,7 @@ std::optional<ProcessStart> read_start(const std::string& process) {
     std::ifstream file("/proc/" + process + "/stat");
     std::stringstream text;
     text << file.rdbuf();
-    // The name of the process is in brackets and may contain any character, so search the last bracket.
+    // The name of the process is in parentheses and may contain any character, so search for the last parenthesis.
     const std::string line = text.str();
     const auto name_end = line.rfind(')');
     if (!file || name_end == std::string::npos) {
@@ -55,9 +55,9 @@ std::optional<ProcessStart> read_start(const std::string& process) {
     std::istringstream fields(line.substr(name_end + 1));
     ProcessStart start;
     fields >> start.state;
-    std::string skipped;
+    std::string skipped_field;
     for (int field = 1; field < fields_before_start; ++field) {
-        fields >> skipped;
+        fields >> skipped_field;
     }
     fields >> start.ticks;
     return fields ? std::optional(start) : std::nullopt;

@@ -9,9 +9,9 @@
 namespace gdrkit::usrbio {
 
 struct ProcessIdentity {
-    std::array<std::uint8_t, 16> boot_id{}; // Zeros if the kernel does not report it.
+    std::array<std::uint8_t, 16> boot_id{}; // Zeros if the kernel reports no boot id.
     std::uint32_t process_id = 0;           // The pid in the PID namespace of the process.
-    std::uint32_t pid_namespace = 0;        // Inode number of that namespace; 0 if the kernel does not report it.
+    std::uint32_t pid_namespace = 0;        // Inode number of that namespace; 0 if unknown.
     std::uint64_t started_ticks = 0;        // Start time in clock ticks since the boot.
     bool operator==(const ProcessIdentity&) const = default;
 };

@@ -57,11 +57,12 @@ std::shared_ptr<AgentConnection> find_connection(const char* mount, std::string_
 }
 
 void drop_connection(const char* mount, std::string_view name) {
-    std::shared_ptr<AgentConnection> removed; // Declared before the lock, so that it closes after the unlock.
+    std::shared_ptr<AgentConnection>
+        removed_connection; // Declared before the lock, so that it closes after the unlock.
     const std::lock_guard lock(library_mutex());
     if (const auto entry = publication_connections().by_name.find({mount, std::string(name)});
         entry != publication_connections().by_name.end()) {
-        removed = std::move(entry->second);
+        removed_connection = std::move(entry->second);
         publication_connections().by_name.erase(entry);
     }
 }

@@ -12,8 +12,8 @@ namespace gdrkit::usrbio {
 class AgentConnection;
 class SharedMemory;
 
-// Publishes `name` with the link target `target`. If an agent listens, the agent decides and creates the link.
-// Otherwise this function creates the link by symlink(2), which ignores the share handle and the descriptors. The
+// Publishes `name` with the link target `target`. If an agent listens, it checks the request and creates the link.
+// Otherwise this function creates the link by symlink(2), and does not use the share handle and the descriptors. The
 // caller keeps the descriptors. Returns 0; -EEXIST, -EACCES, -EINVAL or another -errno of the agent or the file system;
 // -ENOENT: `mount` is not a mount of 3FS; -EREMOTEIO: the agent has ended; or -ENOMEM.
 int publish(const char* mount, std::string_view name, std::string_view target,

@@ -1,4 +1,4 @@
-// Reader of the file in which gdrkit keeps the measured reach of GPUs and NICs (gdrkit/registration/reach_table.py).
+// Reads the file in which gdrkit records which NICs reach which GPUs (gdrkit/registration/reach_table.py).
 #include "usrbio/client/reach_file.hpp"
 
 #include <fcntl.h>
@@ -30,9 +30,9 @@ std::string make_file_path() {
 // not trusted.
 std::string read_file(const std::string& path) {
     const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
-    struct stat status {};
-    if (!file || fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_uid != geteuid() ||
-        (status.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
+    struct stat attributes {};
+    if (!file || fstat(file.get(), &attributes) != 0 || !S_ISREG(attributes.st_mode) ||
+        attributes.st_uid != geteuid() || (attributes.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
         return {};
     }
     std::string text(file_bytes_max, '\0');
@@ -49,7 +49,7 @@ std::string read_file(const std::string& path) {
 }
 
 // Returns the UUID as the CUDA tools print it, GPU-00112233-4455-6677-8899-aabbccddeeff.
-std::string read_text(const cuda::Uuid& uuid) {
+std::string format_uuid(const cuda::Uuid& uuid) {
     std::string text = "GPU-";
     for (std::size_t index = 0; index < sizeof uuid.bytes; ++index) {
         char digits[3];
@@ -63,7 +63,7 @@ std::string read_text(const cuda::Uuid& uuid) {
 } // namespace
 
 bool is_reached_by_nic(const cuda::Uuid& uuid) {
-    const std::string path = make_file_path(), text = read_file(path), begin = "gpu=" + read_text(uuid) + ' ';
+    const std::string path = make_file_path(), text = read_file(path), line_prefix = "gpu=" + format_uuid(uuid) + ' ';
     if (!text.starts_with("gdrkit-reach 1\n")) {
         log_line(LogLevel::info, "%s has no measurement of NICs; start the agent, or run `gdrkit reach`", path.c_str());
         return false;
@@ -71,7 +71,7 @@ bool is_reached_by_nic(const cuda::Uuid& uuid) {
     std::string_view remaining = text;
     while (!remaining.empty()) {
         const std::string_view line = remaining.substr(0, remaining.find('\n'));
-        if (line.starts_with(begin) && line.find(" moved=yes ") != std::string_view::npos) {
+        if (line.starts_with(line_prefix) && line.find(" moved=yes ") != std::string_view::npos) {
             return true;
         }
         remaining.remove_prefix(line.size() < remaining.size() ? line.size() + 1 : line.size());

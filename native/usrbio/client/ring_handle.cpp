@@ -26,16 +26,17 @@ std::set<RingHandle*>& handles() {
 } // namespace
 
 RingHandle::RingHandle() {
-    std::set<RingHandle*>& all = handles(); // Not under the lock, because the first call locks library_mutex() itself.
+    // This call is not under the lock, because the first call of handles() locks library_mutex() itself.
+    std::set<RingHandle*>& all_handles = handles();
     const std::lock_guard lock(library_mutex());
-    all.insert(this);
+    all_handles.insert(this);
 }
 
 RingHandle::~RingHandle() {
     stop_watching();
-    std::set<RingHandle*>& all = handles();
+    std::set<RingHandle*>& all_handles = handles();
     const std::lock_guard lock(library_mutex());
-    all.erase(this);
+    all_handles.erase(this);
 }
 
 bool RingHandle::start_watching() noexcept {

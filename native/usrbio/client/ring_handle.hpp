@@ -48,7 +48,7 @@ public:
     // Longest time for which a wait checks for completions before it sleeps. A wait doubles it if spinning made the
     // sleep unnecessary, and halves it if not.
     long spin_limit_ns = 50000;
-    unsigned wait_count = 0; // Number of waits while the limit was too small to spin; every 64th spins all the same.
+    unsigned wait_count = 0; // Number of waits while the limit was too small to spin; every 64th of these waits spins.
     timespec next_agent_check{}; // CLOCK_REALTIME at which a sleeping wait checks again whether the agent has ended.
     enum class Watch : std::uint8_t { unknown, no, yes } watch_state = Watch::unknown;
 };

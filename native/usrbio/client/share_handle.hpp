@@ -19,7 +19,7 @@ inline constexpr std::size_t gdr_handle_bytes = 80;
 enum class ShareKind : std::uint16_t { ipc = 1, vmm = 2, dmabuf = 3 };
 
 // The versioned handle (gdrkit/registration/handle.py). Its bytes also contain a magic number, a version, and a
-// checksum that detects damage but is no signature.
+// checksum, which detects damage but does not prevent forgery.
 struct ShareHandle {
     ShareKind kind = ShareKind::ipc;
     std::uint64_t allocation_bytes = 0; // Size of the allocation (IPC), of all chunks (VMM) or of the dma-buf.
@@ -39,7 +39,7 @@ std::optional<std::array<std::uint8_t, share_handle_bytes>> pack(const ShareHand
 std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> bytes);
 
 // The older handle (gdrkit/registration/gdr_handle.py), without offset, version and checksum. It identifies the device
-// by its index in the owner, which may differ from that in the importer.
+// by its index in the owner, which may differ from the index in the importer.
 struct GdrHandle {
     std::array<std::uint8_t, 64> ipc{};
     std::uint64_t length_bytes = 0;

@@ -20,8 +20,8 @@ public:
     // Creates and maps memory. `name`: as for shm_open. `numa`: NUMA node, or -1 for any. Allocates all pages, so that
     // a write raises no SIGBUS when /dev/shm is full. Returns 0 or -errno.
     int create(std::string name, std::size_t bytes, int numa) noexcept;
-    // Same, but does not create `name` yet. The kernel then frees the memory when its last user ends or is killed. If
-    // the kernel does not support memory without a name, this is the same as create().
+    // Like create(), but does not create `name` yet. The kernel then frees the memory when its last user ends or is
+    // killed. If the kernel does not support memory without a name, this is the same as create().
     int create_unnamed(std::string name, std::size_t bytes, int numa) noexcept;
     // Returns the descriptor of memory that has no name yet, otherwise -1.
     int unnamed_fd() const noexcept { return unnamed_descriptor_.get(); }
@@ -42,7 +42,8 @@ public:
     // name.
     Descriptor reopen() const noexcept;
 
-    // Undoes what the application has done to the mapping by mprotect(). Returns false if it has unmapped a part.
+    // Makes the mapping writable again, in case the application has changed it by mprotect(). Returns false if the
+    // application has unmapped a part.
     bool make_writable() noexcept;
 
     std::uint8_t* base() const noexcept { return base_; }

@@ -14,14 +14,14 @@ int main(int count, char** arguments) {
     if (error != 0) {
         fail("hf3fs_iovcreate_gpu", error);
     }
-    const size_t done = read_file(mount, path, &iov, iov.base, iov.size);
-    /* Kernels that start after this see what the NIC has written. */
+    const size_t read_bytes = read_file(mount, path, &iov, iov.base, iov.size);
+    /* Kernels that start after this call see the bytes that the NIC has written. */
     error = hf3fs_iovsync_gpu(&iov, 1);
     if (error != 0) {
         fail("hf3fs_iovsync_gpu", error);
     }
     use_device(device);
-    print_device_memory(iov.base, done);
+    print_device_memory(iov.base, read_bytes);
     hf3fs_iovdestroy_gpu(&iov);
     return 0;
 }

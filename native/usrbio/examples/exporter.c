@@ -33,8 +33,8 @@ int main(int count, char** arguments) {
         fail("accept", errno);
     }
     transfer_all(send_some, peer, &handle, sizeof handle);
-    char done = 0;
-    transfer_all(recv, peer, &done, sizeof done);
+    char done_byte = 0;
+    transfer_all(recv, peer, &done_byte, sizeof done_byte);
     close(peer);
     close(listener);
     unlink(arguments[4]);

@@ -19,15 +19,16 @@ int main(int count, char** arguments) {
     if (error != 0) {
         fail("hf3fs_iov_import_gpu", error);
     }
-    const size_t done = read_file(arguments[1], arguments[2], &iov, iov.base, iov.size);
+    const size_t read_bytes = read_file(arguments[1], arguments[2], &iov, iov.base, iov.size);
     error = hf3fs_iovsync_gpu(&iov, 1);
     if (error != 0) {
         fail("hf3fs_iovsync_gpu", error);
     }
-    printf("%zu bytes were read into the memory of another process, on device %d\n", done, hf3fs_iov_gpu_device(&iov));
+    printf("%zu bytes were read into the memory of another process, on device %d\n", read_bytes,
+           hf3fs_iov_gpu_device(&iov));
     hf3fs_iovdestroy_gpu(&iov);
-    char byte = 1;
-    transfer_all(send_some, peer, &byte, sizeof byte);
+    char done_byte = 1;
+    transfer_all(send_some, peer, &done_byte, sizeof done_byte);
     close(peer);
     return 0;
 }

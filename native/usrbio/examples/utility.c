@@ -8,8 +8,8 @@ static void describe(const char* name, const struct hf3fs_iov* iov) {
         printf("%s: host iov\n", name);
     }
     /*
-     * 0: call it before the NIC reads what the GPU has written. 1: call it after the NIC has written what the GPU
-     * reads.
+     * Direction 0: call it before the NIC reads bytes that the GPU has written. Direction 1: call it after the NIC has
+     * written bytes that the GPU will read.
      */
     for (int direction = 0; direction <= 1; ++direction) {
         const int error = hf3fs_iovsync(iov, direction);

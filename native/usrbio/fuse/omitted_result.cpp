@@ -1,9 +1,10 @@
 // A replacement of libfuse's fuse_reply_ioctl, which can omit the result of an ioctl.
 //
 // The numbers of some ioctls of 3FS contain the size of a result, but programs call these ioctls without an argument.
-// libfuse's interface of paths always returns as many bytes as the number contains. The kernel then fails to copy them
-// and returns EFAULT. Without bytes, the kernel copies nothing. This library is loaded before libfuse, so that libfuse
-// calls the function here. A libfuse that was linked with -Bsymbolic-functions calls its own function.
+// libfuse's path-based interface always returns as many bytes as the number contains. The kernel then fails to copy
+// these bytes to the program and returns EFAULT. If the reply has no bytes, the kernel copies nothing. This library is
+// loaded before libfuse, so that libfuse calls the function here. A libfuse that was linked with -Bsymbolic-functions
+// calls its own function.
 #include <cerrno>
 #include <cstddef>
 

@@ -1,5 +1,5 @@
 // The structs and functions of libhf3fs_api_shared.so, as hf3fs_usrbio.h declares them. The Python module loads a
-// client library at run time, which may be gdrkit's or another one, so it does not link against one.
+// client library at run time, gdrkit's or another one, so it is not linked with a client library.
 #pragma once
 
 #include <cstddef>

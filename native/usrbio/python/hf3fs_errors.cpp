@@ -1,4 +1,4 @@
-// Calls the Python functions that make the errors of this module, and raises their results.
+// Calls the Python functions that create the errors of this module, and raises the errors.
 #include "hf3fs_errors.hpp"
 
 namespace gdrkit::usrbio {

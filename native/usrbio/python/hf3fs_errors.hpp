@@ -1,5 +1,5 @@
 // Functions that raise Python errors. gdrkit/usrbio/_library.py has the error classes and the advice for each error. It
-// assigns three functions that make errors to attributes of this module: `failed`, `missing` and `refused`.
+// assigns three functions that create errors to attributes of this module: `failed`, `missing` and `refused`.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -22,9 +22,9 @@ namespace {
 constexpr std::chrono::milliseconds wait_step{100};
 constexpr int completions_max = 1024;
 
-// Returns a deadline of CLOCK_REALTIME, as the library requires. Deadlines in this file are of a steady clock, because
-// CLOCK_REALTIME can be set. Therefore only short waits are converted.
-std::timespec realtime_after(std::chrono::nanoseconds wait) {
+// Returns a deadline of CLOCK_REALTIME, as the library requires. All other deadlines in this file use a steady clock,
+// because CLOCK_REALTIME can be set. Therefore only short waits are converted.
+std::timespec make_realtime_deadline(std::chrono::nanoseconds wait) {
     std::timespec deadline{};
     clock_gettime(CLOCK_REALTIME, &deadline);
     const auto nanoseconds = deadline.tv_nsec + wait.count();
@@ -162,7 +162,7 @@ std::size_t Ioring::reap(int results_max, int results_min, std::optional<Clock::
     if (deadline) {
         wait = std::clamp(std::chrono::nanoseconds{*deadline - Clock::now()}, std::chrono::nanoseconds{0}, wait);
     }
-    const std::timespec deadline_realtime = realtime_after(wait);
+    const std::timespec deadline_realtime = make_realtime_deadline(wait);
     int count = 0;
     ++waiter_count_;
     {
@@ -191,10 +191,10 @@ nb::list Ioring::wait(int results_max, int results_min, Timeout timeout) {
         deadline = Clock::now() + std::max(*timeout, std::chrono::microseconds{0});
     }
     while (completed_.size() < count_max) {
-        const int missing = static_cast<int>(count_min - std::min(count_min, completed_.size()));
+        const int missing_count = static_cast<int>(count_min - std::min(count_min, completed_.size()));
         std::size_t count = 0;
         try {
-            count = reap(static_cast<int>(count_max - completed_.size()), missing, deadline);
+            count = reap(static_cast<int>(count_max - completed_.size()), missing_count, deadline);
         } catch (nb::python_error&) {
             // First return the completions that were reaped before. The next call raises the error again.
             if (completed_.empty()) {
@@ -205,7 +205,7 @@ nb::list Ioring::wait(int results_max, int results_min, Timeout timeout) {
         if (PyErr_CheckSignals() != 0) {
             throw nb::python_error(); // The next call returns the completions that were reaped.
         }
-        if (count == 0 && (missing == 0 || (deadline && Clock::now() >= *deadline))) {
+        if (count == 0 && (missing_count == 0 || (deadline && Clock::now() >= *deadline))) {
             break;
         }
     }

@@ -17,7 +17,7 @@ namespace gdrkit::usrbio {
 
 namespace nb = nanobind;
 
-// Every method requires the GIL, and releases it while the library waits.
+// Every method requires the GIL, and releases the GIL while the library waits.
 class Ioring {
 public:
     using Timeout = std::optional<std::chrono::microseconds>;

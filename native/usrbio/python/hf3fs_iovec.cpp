@@ -162,7 +162,7 @@ std::string format_uuid(const char id[16]) {
     return text;
 }
 
-nb::dict call_arguments(const std::string& mount, std::size_t size, std::size_t block_size) {
+nb::dict make_error_arguments(const std::string& mount, std::size_t size, std::size_t block_size) {
     nb::dict arguments;
     arguments["hf3fs_mount_point"] = mount;
     arguments["length_bytes"] = size;
@@ -195,7 +195,7 @@ Iovec wrap(nb::object base, const std::string& id, const std::string& mount, std
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::wrapped_buffer, std::move(base));
     const Py_buffer& buffer = memory->acquire_buffer();
     const auto size = static_cast<std::size_t>(buffer.len);
-    Iovec iovec = make_iovec("hf3fs_iovwrap", memory, call_arguments(mount, size, block_size), [&](Iov& raw) {
+    Iovec iovec = make_iovec("hf3fs_iovwrap", memory, make_error_arguments(mount, size, block_size), [&](Iov& raw) {
         return call(&raw, buffer.buf, uuid.bytes, mount.c_str(), size, block_size, numa);
     });
     memory->release_buffer();
@@ -205,7 +205,7 @@ Iovec wrap(nb::object base, const std::string& id, const std::string& mount, std
 Iovec create(const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
     auto call = GDRKIT_REQUIRE(hf3fs_iovcreate);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, nb::none());
-    return make_iovec("hf3fs_iovcreate", memory, call_arguments(mount, size, block_size),
+    return make_iovec("hf3fs_iovcreate", memory, make_error_arguments(mount, size, block_size),
                       [&](Iov& raw) { return call(&raw, mount.c_str(), size, block_size, numa); });
 }
 
@@ -213,12 +213,12 @@ Iovec open(const std::string& id, const std::string& mount, std::size_t size, st
     auto call = GDRKIT_REQUIRE(hf3fs_iovopen);
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, nb::none());
-    return make_iovec("hf3fs_iovopen", memory, call_arguments(mount, size, block_size),
+    return make_iovec("hf3fs_iovopen", memory, make_error_arguments(mount, size, block_size),
                       [&](Iov& raw) { return call(&raw, uuid.bytes, mount.c_str(), size, block_size, numa); });
 }
 
-// The GPU function `first` of the first generation of the interface if the library has it, otherwise `third` of the
-// third generation. GDRKIT_NAME_OF_EITHER is the name of that function.
+// Evaluates to `gpu_function`, of the first generation of the GPU interface, if the library has it, otherwise to
+// `device_function`, of the third generation. GDRKIT_NAME_OF_EITHER is the name of the chosen function.
 #define GDRKIT_EITHER(gpu_function, device_function)                                                                   \
     (functions().device_function != nullptr && functions().gpu_function == nullptr ? functions().device_function       \
                                                                                    : GDRKIT_REQUIRE(gpu_function))
@@ -229,7 +229,7 @@ Iovec create_gpu(const std::string& mount, std::size_t size, std::size_t block_s
     auto call = GDRKIT_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
     return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device), memory,
-                      call_arguments(mount, size, block_size),
+                      make_error_arguments(mount, size, block_size),
                       [&](Iov& raw) { return call(&raw, mount.c_str(), size, block_size, device); });
 }
 
@@ -239,7 +239,7 @@ Iovec wrap_gpu(std::uintptr_t address, std::size_t size, const std::string& id, 
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, std::move(owner));
     return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device), memory,
-                      call_arguments(mount, size, block_size), [&](Iov& raw) {
+                      make_error_arguments(mount, size, block_size), [&](Iov& raw) {
                           return call(&raw, reinterpret_cast<void*>(address), uuid.bytes, mount.c_str(), size,
                                       block_size, device);
                       });
@@ -250,7 +250,7 @@ Iovec open_gpu(const std::string& id, const std::string& mount, std::size_t size
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
     return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device), memory,
-                      call_arguments(mount, size, block_size),
+                      make_error_arguments(mount, size, block_size),
                       [&](Iov& raw) { return call(&raw, uuid.bytes, mount.c_str(), size, block_size, device); });
 }
 
@@ -262,7 +262,7 @@ Iovec import_gpu(nb::bytes handle, const std::string& mount) {
     }
     std::memcpy(gpu_handle.data, handle.c_str(), sizeof(gpu_handle.data));
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
-    return make_iovec("hf3fs_iov_import_gpu", memory, call_arguments(mount, 0, 0),
+    return make_iovec("hf3fs_iov_import_gpu", memory, make_error_arguments(mount, 0, 0),
                       [&](Iov& raw) { return call(&raw, &gpu_handle, mount.c_str()); });
 }
 

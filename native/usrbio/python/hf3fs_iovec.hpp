@@ -41,10 +41,10 @@ public:
     bool is_open() const noexcept { return is_open_; }
     void check_open() const;
 
-    // An outstanding operation, or a buffer (memoryview, array) that Python code has of this memory. While there is
-    // one, the memory cannot be closed, and wrapped memory keeps the buffer of its owner. Otherwise the owner may
-    // release that memory, as the programs for 3FS do before the last iovec is deleted. begin_use() raises an error if
-    // it has.
+    // A use of the memory: an outstanding operation, or a buffer (memoryview, array) that Python code holds. As long as
+    // there are uses, the memory cannot be closed, and wrapped memory holds the buffer of its owner. Without uses, the
+    // owner may release the wrapped memory; programs for 3FS do so before the last iovec is deleted. begin_use() then
+    // raises an error.
     enum class Use { operation, buffer };
     void begin_use(Use use);
     void end_use(Use use) noexcept;

@@ -1,5 +1,5 @@
-// The client library (libhf3fs_api_shared.so) that the Python module _hf3fs uses. Python code chooses its path. It is
-// opened once and stays open until the process ends.
+// The client library (libhf3fs_api_shared.so) that the Python module _hf3fs uses. Python code chooses the path of the
+// library. The library is opened once and stays open until the process ends.
 #pragma once
 
 #include "hf3fs_abi.hpp"

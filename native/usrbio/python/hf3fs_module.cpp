@@ -37,7 +37,7 @@ std::optional<std::string> extract_mount_point(const std::string& path) {
     return std::string(mount.data());
 }
 
-nb::dict descriptor_arguments(int fd) {
+nb::dict make_descriptor_arguments(int fd) {
     nb::dict arguments;
     arguments["fd"] = fd;
     return arguments;
@@ -51,7 +51,7 @@ void register_fd(int fd, std::uint64_t flags) {
         status = call(fd, flags);
     }
     if (status > 0) { // hf3fs_reg_fd returns a positive errno on failure, and 0 or less on success.
-        raise_failed("hf3fs_reg_fd", status, descriptor_arguments(fd));
+        raise_failed("hf3fs_reg_fd", status, make_descriptor_arguments(fd));
     }
 }
 
@@ -90,7 +90,7 @@ void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector
         status = call(fd, static_cast<int>(start.size()), start.data(), end.data(), flags);
     }
     if (status != 0) {
-        nb::dict arguments = descriptor_arguments(fd);
+        nb::dict arguments = make_descriptor_arguments(fd);
         arguments["holes"] = start.size();
         raise_failed("hf3fs_punchhole", std::abs(status), arguments);
     }
@@ -106,17 +106,17 @@ void check_pool_call(const char* function, int status) {
 nb::dict gpu_pool_statistics() {
     GpuPoolStatistics statistics{};
     check_pool_call("gdrkit_gpu_pool_query", GDRKIT_REQUIRE(gdrkit_gpu_pool_query)(&statistics, sizeof statistics));
-    nb::dict numbers;
-    numbers["idle_bytes_max"] = statistics.idle_bytes_max;
-    numbers["idle_blocks"] = statistics.idle_blocks;
-    numbers["idle_bytes"] = statistics.idle_bytes;
-    numbers["in_use_blocks"] = statistics.in_use_blocks;
-    numbers["in_use_bytes"] = statistics.in_use_bytes;
-    numbers["hits"] = statistics.hits;
-    numbers["misses"] = statistics.misses;
-    numbers["trimmed_blocks"] = statistics.trimmed_blocks;
-    numbers["refused_blocks"] = statistics.refused_blocks;
-    return numbers;
+    nb::dict statistics_dict;
+    statistics_dict["idle_bytes_max"] = statistics.idle_bytes_max;
+    statistics_dict["idle_blocks"] = statistics.idle_blocks;
+    statistics_dict["idle_bytes"] = statistics.idle_bytes;
+    statistics_dict["in_use_blocks"] = statistics.in_use_blocks;
+    statistics_dict["in_use_bytes"] = statistics.in_use_bytes;
+    statistics_dict["hits"] = statistics.hits;
+    statistics_dict["misses"] = statistics.misses;
+    statistics_dict["trimmed_blocks"] = statistics.trimmed_blocks;
+    statistics_dict["refused_blocks"] = statistics.refused_blocks;
+    return statistics_dict;
 }
 
 void limit_gpu_pool(std::size_t idle_bytes_max, unsigned idle_ms_max) {

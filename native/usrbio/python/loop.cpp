@@ -33,7 +33,7 @@ Id parse_id(const nb::bytes& data) {
     return id;
 }
 
-nb::bytes bytes_of_id(const Id& id) {
+nb::bytes pack_id(const Id& id) {
     return nb::bytes(id.data(), id.size());
 }
 
@@ -54,12 +54,12 @@ void create_semaphore(const std::string& name, unsigned mode) {
     sem_close(semaphore);
 }
 
-// Returns a duplicate of a descriptor. Returns none for -1, or if the process has too many descriptors.
+// Returns a duplicate of a descriptor. Returns an empty Descriptor for -1, or if the process has too many descriptors.
 gdrkit::Descriptor duplicate(int fd) {
     return gdrkit::Descriptor(fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0));
 }
 
-nb::dict statistics_of(Loop& loop) {
+nb::dict make_statistics_dict(Loop& loop) {
     Statistics statistics;
     {
         const ReleaseGil release;
@@ -80,7 +80,7 @@ nb::dict statistics_of(Loop& loop) {
     return result;
 }
 
-const char* name_of(Event::Kind kind) {
+const char* get_kind_name(Event::Kind kind) {
     switch (kind) {
     case Event::Kind::ring_broken:
         return "ring_broken";
@@ -92,7 +92,7 @@ const char* name_of(Event::Kind kind) {
     return "disconnected";
 }
 
-nb::list events_of(Loop& loop, int timeout_ms) {
+nb::list wait_for_events(Loop& loop, int timeout_ms) {
     std::vector<Event> events;
     {
         const ReleaseGil release;
@@ -100,7 +100,7 @@ nb::list events_of(Loop& loop, int timeout_ms) {
     }
     nb::list result;
     for (const Event& event : events)
-        result.append(nb::make_tuple(name_of(event.kind), event.client, bytes_of_id(event.id), event.generation));
+        result.append(nb::make_tuple(get_kind_name(event.kind), event.client, pack_id(event.id), event.generation));
     return result;
 }
 
@@ -199,7 +199,7 @@ NB_MODULE(_loop, module) {
              "Close the socket at the end of the connection, and also if the call fails.")
         .def("disconnect", &Loop::disconnect, nb::call_guard<ReleaseGil>())
         .def("abandon", &Loop::abandon, nb::call_guard<ReleaseGil>())
-        .def("statistics", &statistics_of)
-        .def("events", &events_of, nb::arg("timeout_ms"))
+        .def("statistics", &make_statistics_dict)
+        .def("events", &wait_for_events, nb::arg("timeout_ms"))
         .def("stop", &Loop::stop, nb::call_guard<ReleaseGil>());
 }

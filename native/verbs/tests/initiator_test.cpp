@@ -98,10 +98,11 @@ struct ConnectedPair {
           initiator(device_name, memory_bytes, pairs_count, depth_max) {
         peer.connect(initiator.endpoints());
         initiator.connect(peer.endpoints(), initiator.reads_max());
-        std::mt19937 chance(1);
-        std::generate(initiator.memory().begin(), initiator.memory().end(), [&] { return std::byte(chance() & 255); });
+        std::mt19937 random_generator(1);
+        std::generate(initiator.memory().begin(), initiator.memory().end(),
+                      [&] { return std::byte(random_generator() & 255); });
     }
-    Burst burst(Direction direction, std::uint32_t length, std::uint32_t slots, std::uint64_t operations) const {
+    Burst make_burst(Direction direction, std::uint32_t length, std::uint32_t slots, std::uint64_t operations) const {
         Burst burst;
         burst.direction = direction;
         burst.length_bytes = length;
@@ -123,7 +124,7 @@ bool is_complete(const Outcome& outcome, const Burst& burst) {
 }
 
 // Returns the errno of the Error that the action throws, or 0 if it throws none.
-template <typename Action> int errno_of(const Action& action) {
+template <typename Action> int get_errno(const Action& action) {
     try {
         action();
     } catch (const Error& error) {
@@ -132,8 +133,8 @@ template <typename Action> int errno_of(const Action& action) {
     return 0;
 }
 
-// Tries many valid combinations of depth and list length, with one and with three queue pairs. In some, neither number
-// divides the other.
+// Tries many valid combinations of depth and list length, with one and with three queue pairs. In some combinations,
+// neither number divides the other.
 void test_burst_moves_every_slot_and_nothing_else() {
     constexpr std::uint32_t length = 1021, slots = 37;
     for (const std::size_t pairs_count : {1, 3}) {
@@ -141,7 +142,7 @@ void test_burst_moves_every_slot_and_nothing_else() {
         for (std::uint32_t depth = 1; depth <= 8 * pairs_count; depth += 3) {
             for (std::uint32_t list_length = 1; list_length <= std::min(depth, 8U); list_length += 2) {
                 std::fill(connected.peer.memory.begin(), connected.peer.memory.end(), untouched);
-                Burst burst = connected.burst(Direction::to_peer, length, slots, 100);
+                Burst burst = connected.make_burst(Direction::to_peer, length, slots, 100);
                 burst.depth = depth;
                 burst.list_length = list_length;
                 CHECK(is_complete(connected.initiator.run(burst), burst));
@@ -159,7 +160,7 @@ void test_read_burst_moves_the_first_slots() {
     ConnectedPair connected(2, 16);
     connected.peer.memory.assign(connected.initiator.memory().begin(), connected.initiator.memory().end());
     std::fill(connected.initiator.memory().begin(), connected.initiator.memory().end(), untouched);
-    Burst burst = connected.burst(Direction::from_peer, 4096, 64, 20);
+    Burst burst = connected.make_burst(Direction::from_peer, 4096, 64, 20);
     burst.depth = 16;
     burst.list_length = 4;
     CHECK(is_complete(connected.initiator.run(burst), burst));
@@ -169,7 +170,7 @@ void test_read_burst_moves_the_first_slots() {
 
 void test_single_operations_are_timed() {
     ConnectedPair connected(1, 4);
-    const Burst burst = connected.burst(Direction::to_peer, 8, 3, 50);
+    const Burst burst = connected.make_burst(Direction::to_peer, 8, 3, 50);
     std::vector<std::uint64_t> times(50);
     const Outcome outcome = connected.initiator.run_singly(burst, times);
     CHECK(is_complete(outcome, burst));
@@ -180,12 +181,12 @@ void test_single_operations_are_timed() {
     }
     CHECK(total <= outcome.elapsed_ns);
     times.resize(49);
-    CHECK(errno_of([&] { connected.initiator.run_singly(burst, times); }) == EINVAL);
+    CHECK(get_errno([&] { connected.initiator.run_singly(burst, times); }) == EINVAL);
 }
 
 void test_invalid_burst_is_refused() {
     ConnectedPair connected(2, 4);
-    const Burst valid_burst = connected.burst(Direction::to_peer, 4096, 256, 10);
+    const Burst valid_burst = connected.make_burst(Direction::to_peer, 4096, 256, 10);
     std::vector<Burst> invalid_bursts(7, valid_burst);
     invalid_bursts[0].length_bytes = 0;
     invalid_bursts[1].slots = 0;
@@ -196,17 +197,17 @@ void test_invalid_burst_is_refused() {
     invalid_bursts[6].depth = 3;
     invalid_bursts[6].list_length = 4;
     for (const Burst& burst : invalid_bursts) {
-        CHECK(errno_of([&] { connected.initiator.run(burst); }) == EINVAL);
+        CHECK(get_errno([&] { connected.initiator.run(burst); }) == EINVAL);
     }
     CHECK(is_complete(connected.initiator.run(valid_burst), valid_burst)); // The queue pairs still work.
-    CHECK(errno_of([&] { connected.initiator.connect({}, 1); }) == EINVAL);
-    CHECK(errno_of([&] { Initiator(connected.device_name + "_missing", 64, 1, 1); }) == ENODEV);
+    CHECK(get_errno([&] { connected.initiator.connect({}, 1); }) == EINVAL);
+    CHECK(get_errno([&] { Initiator(connected.device_name + "_missing", 64, 1, 1); }) == ENODEV);
 }
 
 void test_access_beyond_the_peer_memory_is_a_status() {
     for (const bool is_single : {false, true}) {
         ConnectedPair connected(1, 8);
-        Burst burst = connected.burst(Direction::to_peer, 64, 4, 20);
+        Burst burst = connected.make_burst(Direction::to_peer, 64, 4, 20);
         burst.remote_address += memory_bytes - 64; // The second slot is beyond the end of the memory.
         std::vector<std::uint64_t> times(20);
         const Outcome outcome =
@@ -215,10 +216,11 @@ void test_access_beyond_the_peer_memory_is_a_status() {
     }
 }
 
-// The region is deregistered while the burst is in progress. The burst has so many operations that only this ends it.
+// The region is deregistered while the burst is in progress. The burst has so many operations that only the
+// deregistration ends it.
 void test_deregistered_region_ends_a_burst() {
     ConnectedPair connected(3, 32);
-    Burst burst = connected.burst(Direction::from_peer, 512, 64, std::uint64_t{1} << 40);
+    Burst burst = connected.make_burst(Direction::from_peer, 512, 64, std::uint64_t{1} << 40);
     burst.depth = 96;
     burst.list_length = 8;
     Outcome outcome;
