@@ -112,8 +112,8 @@ class DmabufRange(Closeable):
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=size_bytes)
         # A NIC requires the same offset in a page for the address and for the bytes in the dma-buf.
         address = GPU_RDMA_PAGE_BYTES + offset_bytes
-        duplicate = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
-        return cls(duplicate, offset_bytes=offset_bytes, length_bytes=length_bytes, address=address)
+        duplicate_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        return cls(duplicate_fd, offset_bytes=offset_bytes, length_bytes=length_bytes, address=address)
 
     @property
     def identity(self) -> tuple[int, int]:

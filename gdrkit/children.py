@@ -34,47 +34,51 @@ _QUERY_PAUSE_S = 0.05
 
 
 class SpawnedChild:
-    """A child process in a session of its own, which an exception of a signal handler cannot make its parent forget.
+    """A child process in its own session. The parent never loses the child, even if a signal handler raises an error.
 
-    ``Popen()`` forgets the child if the exception comes right after the fork. Here, one call of C starts the child and
+    ``Popen()`` loses the child if the exception comes right after the fork. Here, one call of C starts the child and
     stores its process id, and one call of C reaps the child and stores its status. No handler runs inside these calls.
     """
 
     def __init__(self) -> None:
-        self._pids: list[int] = []  # The process id, when the child has started.
-        self._reaped: list[tuple[int, int]] = []  # The process id and the wait status, when the child was reaped.
+        # The process id, when the child has started.
+        self._started_pids: list[int] = []
+        # The process id and the wait status, when the child was reaped.
+        self._reaped_statuses: list[tuple[int, int]] = []
 
     @property
     def pid(self) -> int:
         """The process id."""
-        return self._pids[0]
+        return self._started_pids[0]
 
     @property
     def returncode(self) -> int | None:
         """The exit status, as in :class:`subprocess.Popen`; None if the child was not reaped."""
-        return os.waitstatus_to_exitcode(self._reaped[0][1]) if self._reaped else None
+        return os.waitstatus_to_exitcode(self._reaped_statuses[0][1]) if self._reaped_statuses else None
 
     def start(
-        self, command: Sequence[str], environ: Mapping[str, str], *, output_path: str, error_output_path: str
+        self, command: Sequence[str], environment: Mapping[str, str], *, output_path: str, error_output_path: str
     ) -> None:
         """Start the child. It inherits no descriptors, and its output goes to two files."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        output_flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         actions = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, output_path, flags, 0o600),
-            (os.POSIX_SPAWN_OPEN, 2, error_output_path, flags, 0o600),
+            (os.POSIX_SPAWN_OPEN, 1, output_path, output_flags, 0o600),
+            (os.POSIX_SPAWN_OPEN, 2, error_output_path, output_flags, 0o600),
             *((os.POSIX_SPAWN_CLOSE, fd) for fd in map(int, os.listdir("/proc/self/fd")) if fd not in (0, 1, 2)),  # noqa: PTH208
         ]
         spawn = functools.partial(os.posix_spawn, file_actions=actions, setsid=True)
-        self._pids.extend(map(spawn, command[:1], [command], [environ]))
+        self._started_pids.extend(map(spawn, command[:1], [command], [environment]))
 
     def poll(self) -> int | None:
         """Reap the child if it has ended. Return :attr:`returncode`."""
-        if not self._reaped:
+        if not self._reaped_statuses:
             try:
-                self._reaped.extend(filter(operator.itemgetter(0), map(os.waitpid, self._pids, (os.WNOHANG,))))
+                self._reaped_statuses.extend(
+                    filter(operator.itemgetter(0), map(os.waitpid, self._started_pids, (os.WNOHANG,)))
+                )
             except ChildProcessError:  # If the program ignores SIGCHLD, the kernel keeps no status.
-                self._reaped.append((self.pid, 0))
+                self._reaped_statuses.append((self.pid, 0))
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -94,13 +98,13 @@ class SpawnedChild:
         return status
 
     def kill(self) -> None:
-        """Kill the process group of the session, unless the child was reaped: the number may be of another group."""
-        if not self._reaped:
+        """Kill the process group of the child. Do nothing if the child was reaped, because its number may be reused."""
+        if not self._reaped_statuses:
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> str:
         """Kill the session, unless the child was not started or was reaped. Return the text of :func:`kill_child`."""
-        return kill_child(self, leads_group=False) if self._pids and not self._reaped else ""
+        return kill_child(self, leads_group=False) if self._started_pids and not self._reaped_statuses else ""
 
 
 def kill_child(
@@ -153,13 +157,13 @@ def join_threads(threads: Iterable[threading.Thread], *, timeout_s: float) -> No
         ``TIMEOUT``: some threads have not ended. The caller must not release objects that these threads use.
     """
     deadline_s = time.monotonic() + timeout_s
-    running = []
+    running_names = []
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
         if thread.is_alive():
-            running.append(thread.name)
-    if running:
-        message = f"threads did not end within {timeout_s:g} s: {', '.join(running)}"
+            running_names.append(thread.name)
+    if running_names:
+        message = f"threads did not end within {timeout_s:g} s: {', '.join(running_names)}"
         raise BrokenResource(message, reason=Reason.TIMEOUT)
 
 

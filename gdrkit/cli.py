@@ -37,7 +37,7 @@ _BUDGET_S_MIN = 10.0
 _EXIT_CODES = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
 
 
-class _Commands(click.Group):
+class _CommandGroup(click.Group):
     """The group of all commands. If a command fails with a GdrkitError, the group returns the error."""
 
     def invoke(self, ctx: click.Context) -> object:
@@ -55,7 +55,7 @@ class _Commands(click.Group):
 # A line with the character "\b" makes click keep the line breaks of a paragraph. A docstring with a backslash must be
 # raw (ruff D301), and a raw string cannot contain this character. So the examples are in the epilogs.
 @click.group(
-    cls=_Commands,
+    cls=_CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=(
         "\b\nExamples:\n"

@@ -87,7 +87,7 @@ def copy(
 
     with (
         _cancel_on_interrupt(),
-        _show_progress("copy", unit_is_bytes=True, is_visible=not as_json) as update,
+        _show_progress("copy", unit_is_bytes=True, is_visible=not as_json) as update_progress,
         _suppress_fallback_warning(),
     ):
         copy_result = gds.copy_file(
@@ -98,7 +98,7 @@ def copy(
             direct=direct,
             durable=sync,
             check=check,
-            on_progress=update,
+            on_progress=update_progress,
         )
     substrate = _find_cuda_substrates()
     if as_json:
@@ -184,14 +184,14 @@ def storage(
         direct=direct,
     )
     with (
-        _show_progress("bench storage", unit_is_bytes=False, is_visible=not as_json) as update,
+        _show_progress("bench storage", unit_is_bytes=False, is_visible=not as_json) as update_progress,
         _suppress_fallback_warning(),
     ):
         points_so_far: list[BenchmarkPoint] = []
 
         def on_point(point: BenchmarkPoint, total: int) -> None:
             points_so_far.append(point)
-            update(len(points_so_far), total)
+            update_progress(len(points_so_far), total)
 
         points = speed.measure(plan, on_point=on_point)
     substrate = _find_cuda_substrates()
@@ -245,10 +245,10 @@ def _describe_copy(copy_result: CopyResult, substrate: dict[str, str]) -> Iterat
     from gdrkit.units import format_bytes
 
     caveat = _make_caveat(substrate)
-    rate = caveat or f"{copy_result.bytes / max(copy_result.duration_s, 1e-9) / 1e9:.2f} GB/s"
+    rate_text = caveat or f"{copy_result.bytes / max(copy_result.duration_s, 1e-9) / 1e9:.2f} GB/s"
     check_text = ", every byte compared" if copy_result.is_checked else ""
-    size = format_bytes(copy_result.bytes)
-    yield f"{copy_result.destination}: {size} in {copy_result.duration_s:.2f} s ({rate}){check_text}"
+    size_text = format_bytes(copy_result.bytes)
+    yield f"{copy_result.destination}: {size_text} in {copy_result.duration_s:.2f} s ({rate_text}){check_text}"
     yield f"  read by {_find_routes(copy_result.read)}"
     yield f"  written by {_find_routes(copy_result.write)}"
     for reason in dict.fromkeys((copy_result.read.why_not_direct, copy_result.write.why_not_direct)):
@@ -347,8 +347,8 @@ def _show_progress(title: str, *, unit_is_bytes: bool, is_visible: bool) -> Iter
     if not is_visible or not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
-    count = DownloadColumn(binary_units=True) if unit_is_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    count_column = DownloadColumn(binary_units=True) if unit_is_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), count_column, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress_bar:
         task = progress_bar.add_task(title, total=None)
         yield lambda done, total: progress_bar.update(task, completed=done, total=total)

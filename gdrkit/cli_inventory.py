@@ -157,8 +157,8 @@ def reach(as_json: bool, balance_s: float) -> int:
     results, balance = measure_machine(balance_s=balance_s)
     substrates = substrates_of_facts(_choose_machine(None).facts) if results else {}
     caveat = why_not_hardware({api: substrate.value for api, substrate in substrates.items()})
-    write = reach_as_json if as_json else describe_reach
-    click.echo(write(results, balance, caveat=caveat), nl=not as_json)
+    format_results = reach_as_json if as_json else describe_reach
+    click.echo(format_results(results, balance, caveat=caveat), nl=not as_json)
     if not results:
         return int(ExitCode.NOTHING_PROVEN)
     pairs = {(result.gpu_uuid, result.nic) for result in results}

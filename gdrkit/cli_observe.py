@@ -136,8 +136,8 @@ def observe(
 def monitor(listen: str, interval_s: float) -> int:
     """Serve metrics of this machine to Prometheus, until SIGTERM or SIGINT.
 
-    They are the queue pairs, memory regions and dma-bufs of every process, BAR1 of every GPU, and the counters of NICs
-    and of nvidia-fs. They are read when Prometheus asks for them. The first line of the output is the address.
+    The metrics are the queue pairs, memory regions and dma-bufs of every process, BAR1 of every GPU, and the counters
+    of NICs and of nvidia-fs. The command reads them when Prometheus asks. The first line of the output is the address.
     """
     import logging
     import signal
@@ -147,11 +147,11 @@ def monitor(listen: str, interval_s: float) -> int:
     logging.basicConfig(level=logging.WARNING, format="gdrkit monitor: %(message)s")
     host, port = parse_address(listen)
     # sigwait() receives a signal only if every thread blocks it.
-    signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    end_signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, end_signals)
     with serve_metrics(host, port, metrics=MachineReader(interval_s=interval_s).read) as server:
         click.echo(server.address)
-        signal.sigwait(signals)
+        signal.sigwait(end_signals)
     return 0
 
 

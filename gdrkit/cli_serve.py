@@ -31,14 +31,14 @@ _metrics_option = click.option(
 
 
 def _make_exporter(
-    kind: str, metrics: str | None
+    process_type: str, metrics: str | None
 ) -> Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]]:
-    """Return the function that exports the counters of the command, or does nothing without --metrics."""
+    """Return the function that exports the counters of the command. Without --metrics, that function does nothing."""
     if metrics is None:
         return contextlib.nullcontext
     from gdrkit.monitor import export_statistics, parse_address
 
-    return partial(export_statistics, kind, parse_address(metrics))
+    return partial(export_statistics, process_type, parse_address(metrics))
 
 
 @click.command(
@@ -118,7 +118,7 @@ def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: in
 @click.option(
     "--shared",
     is_flag=True,
-    help="Serve all users of this machine, each with the rights that the kernel gives it. Needs root.",
+    help="Serve all users of this machine, each with that user's own access rights. Needs root.",
 )
 @click.option(
     "--user-memory-mib",

@@ -49,7 +49,7 @@ def tiers() -> None:
 def _add_tier_options(command: Callable[_P, int]) -> Callable[..., int]:
     """Add the options --config, --tier, --catalogue and --json to a command.
 
-    The command gets one Configuration, made from the first three options, in place of these options.
+    The command gets one Configuration in place of the first three options.
     """
 
     @wraps(command)
@@ -155,8 +155,8 @@ def migrate(
 @click.option(
     "--watch",
     type=click.Choice(["preferred", "required", "never"]),
-    help="Count a file as used also when another program opens it, which needs root: preferred (if possible), required "
-    "(fail if not) or never. Default: preferred.",
+    help="Whether to count a file as used also when another program opens it, which needs root: preferred (if "
+    "possible), required (fail if not possible) or never. Default: preferred.",
 )
 @_add_tier_options
 def run(
@@ -245,8 +245,8 @@ def bench(configuration: Configuration, size_text: str, as_json: bool) -> int:
 
     file_bytes = parse_size(size_text)
     with _open_manager(configuration) as manager:
-        available = [tier.name for tier in manager.status() if not tier.absent]
-        speeds = [measure(manager.folder(name), length_bytes=file_bytes) for name in available]
+        available_tier_names = [tier.name for tier in manager.status() if not tier.absent]
+        speeds = [measure(manager.folder(name), length_bytes=file_bytes) for name in available_tier_names]
         for speed in speeds:
             if speed.device_read_gb_per_s is not None:
                 manager.catalogue.record_route(speed.tier, speed.route)

@@ -7,7 +7,7 @@ The class of an exception says where the fault is:
 * :class:`ClosedResource`: the caller used an object after closing it.
 * :class:`BrokenResource`: a peer process or a device is gone.
 * :class:`DataMismatch`: the received bytes differ from the sent bytes.
-* :class:`SetupMissing`: something is not installed or not permitted on this machine.
+* :class:`SetupMissing`: a library, a device or a permission is missing on this machine.
 
 ``ApiError.status`` is the number that the API returned. ``ApiError.errno`` is set only if that number is an errno.
 Programs compare :class:`Reason` members, never message texts.
@@ -76,7 +76,7 @@ class Reason(enum.Enum):
     LIBRARY_WRONG_ABI = "library_wrong_abi"
     #: There is no such device, or this process cannot see it.
     NO_DEVICE = "no_device"
-    #: This user may not do that.
+    #: This user may not do the operation.
     NO_PERMISSION = "no_permission"
     #: The limit of locked memory of this process is too low.
     MEMLOCK_TOO_LOW = "memlock_too_low"
@@ -88,9 +88,9 @@ class Reason(enum.Enum):
     DMABUF_REGION_UNSUPPORTED = "dmabuf_region_unsupported"
     #: The NIC cannot register the device address. nvidia_peermem is probably not loaded.
     PEER_MEMORY_UNSUPPORTED = "peer_memory_unsupported"
-    #: No method of registering the memory, and no direct path to the file, is left.
+    #: Every method of registering the memory, or every direct path to the file, is unusable.
     NO_ROUTE = "no_route"
-    #: The device or the host has no memory left for this.
+    #: The device or the host has not enough free memory.
     OUT_OF_MEMORY = "out_of_memory"
     #: A value is invalid. The error names the allowed values.
     BAD_ARGUMENT = "bad_argument"
@@ -106,7 +106,7 @@ class Reason(enum.Enum):
     BUSY = "busy"
     #: The other process has ended, or its connection is broken.
     PEER_GONE = "peer_gone"
-    #: The operation did not complete in its time.
+    #: The operation did not complete before its time limit.
     TIMEOUT = "timeout"
     #: The caller cancelled the transfer.
     CANCELLED = "cancelled"
@@ -116,9 +116,9 @@ class Reason(enum.Enum):
     NO_SPACE = "no_space"
     #: A disk failed, or its bytes do not match their checksum.
     IO_ERROR = "io_error"
-    #: The caller required a direct transfer, and the bytes took another route or none was proven.
+    #: The caller required a direct transfer, but the bytes took another route, or their route was not proven.
     NOT_DIRECT = "not_direct"
-    #: Another process changed the same thing, or the thing exists already.
+    #: Another process changed the same object, or the object exists already.
     CONFLICT = "conflict"
     #: None of the reasons above. The text and `status` have the details.
     OTHER = "other"
@@ -150,9 +150,9 @@ def _describe_status(status: int | None, status_name: str, errno_value: int | No
 _OS_ERROR_FIELDS = ("errno", "strerror", "filename")
 # The fields of the error classes below that are read-only mappings.
 _MAPPING_FIELDS = frozenset({"arguments", "handles"})
-# Attribute of a class made by _os_error_class. It refers to the ApiError class from which that class is derived.
+# Attribute of a class made by _find_os_error_class. It refers to the ApiError class from which that class is derived.
 _DECLARED_CLASS_FIELD = "_declared_class"
-# All that _restore needs to make an error again: its class, its args, its attributes, and its fields of OSError.
+# The arguments of _restore_error are the class of an error, its args, its attributes, and its fields of OSError.
 _ErrorFields = tuple[type["GdrkitError"], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 
 
@@ -181,18 +181,18 @@ class GdrkitError(Exception):
         Each raise of an error object adds stack frames to its traceback, and the frames keep all local variables of
         their functions alive. So code that stores an error stores a clone, and raises another clone each time.
         """
-        copy = cast("Self", _restore(*self._describe_fields()))
+        cloned_error = cast("Self", _restore_error(*self._describe_fields()))
         if hasattr(self, "__notes__"):
-            copy.__notes__ = list(self.__notes__)
-        return copy
+            cloned_error.__notes__ = list(self.__notes__)
+        return cloned_error
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Support pickle and copy. ``Exception.__reduce__`` would call the constructor with `args` alone."""
-        return _restore, self._describe_fields()
+        """Support pickle and copy. ``Exception.__reduce__`` would pass only `args` to the constructor."""
+        return _restore_error, self._describe_fields()
 
     def _describe_fields(self) -> _ErrorFields:
         cls = type(self)
-        # An OSError keeps its own fields outside of __dict__. A read-only mapping cannot be pickled, a dict can.
+        # An OSError keeps its own fields outside of __dict__. A read-only mapping cannot be pickled, but a dict can.
         os_error_fields = {name: getattr(self, name) for name in _OS_ERROR_FIELDS} if isinstance(self, OSError) else {}
         fields = {name: dict(value) if name in _MAPPING_FIELDS else value for name, value in vars(self).items()}
         return getattr(cls, _DECLARED_CLASS_FIELD, cls), self.args, fields, os_error_fields
@@ -249,12 +249,12 @@ class ApiError(GdrkitError):
         self.status_name = status_name
         self.arguments: Mapping[str, object] = MappingProxyType(dict(arguments or {}))
         self.detail = detail
-        call = f"{operation}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
+        call_text = f"{operation}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
         # A detail that only repeats the text of the errno is not printed.
         has_detail = detail and (errno is None or detail != os.strerror(errno))
         suffix = f": {detail}" if has_detail else ""
         super().__init__(
-            f"{api.value}: {call} failed: {_describe_status(status, status_name, errno)}{suffix}",
+            f"{api.value}: {call_text} failed: {_describe_status(status, status_name, errno)}{suffix}",
             reason=reason,
             what_to_do=what_to_do,
         )
@@ -285,19 +285,19 @@ def _find_os_error_class(cls: type[ApiError], errno_value: int) -> type[ApiError
 
     The new class has the name of `cls`, because reports and the messages between test processes contain the name.
     """
-    builtin = cls._find_builtin_class(errno_value)
-    if issubclass(cls, builtin):
+    builtin_class = cls._find_builtin_class(errno_value)
+    if issubclass(cls, builtin_class):
         return cls
-    namespace = {
+    class_attributes = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         _DECLARED_CLASS_FIELD: cls,
     }
-    return cast("type[ApiError]", type(cls.__name__, (cls, builtin), namespace))
+    return cast("type[ApiError]", type(cls.__name__, (cls, builtin_class), class_attributes))
 
 
-def _restore(
+def _restore_error(
     cls: type[GdrkitError], args: tuple[Any, ...], fields: dict[str, Any], os_error_fields: dict[str, Any]
 ) -> GdrkitError:
     """Return an error with these fields, without calling its constructor."""
@@ -335,9 +335,9 @@ class RegistrationFailed(GdrkitError):
 
     def clone(self) -> Self:
         """Return a new error whose causes are also new errors."""
-        copy = super().clone()
-        copy.causes = tuple(cause.clone() for cause in self.causes)
-        return copy
+        cloned_error = super().clone()
+        cloned_error.causes = tuple(cause.clone() for cause in self.causes)
+        return cloned_error
 
 
 class UsageError(GdrkitError):
@@ -355,7 +355,7 @@ class ClosedResource(GdrkitError):
 
 
 class BrokenResource(GdrkitError):
-    """A peer process, a connection or a device no longer works. ``__cause__`` is the error that showed it, if any."""
+    """A peer process, a connection or a device no longer works. ``__cause__`` is the error that showed this, if any."""
 
 
 class DataMismatch(GdrkitError):
@@ -376,12 +376,12 @@ class DataMismatch(GdrkitError):
         self.expected = expected
         self.actual = actual
         self.length_bytes = length_bytes
-        place = (
+        position_text = (
             f"the checksum of {length_bytes} bytes"
             if first_offset_bytes is None
             else f"byte {first_offset_bytes} of {length_bytes}"
         )
-        super().__init__(f"{place} differs: expected {expected.hex()}, found {actual.hex()}")
+        super().__init__(f"{position_text} differs: expected {expected.hex()}, found {actual.hex()}")
 
 
 class LeakDetected(GdrkitError):

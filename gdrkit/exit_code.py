@@ -1,7 +1,7 @@
 """Exit codes of the gdrkit commands.
 
-The codes are separate from ``gdrkit.qualify``, so that a command that only inspects the machine does not import all
-modules of qualification.
+The codes are in a module of their own, so that a command that only inspects the machine does not import all of
+``gdrkit.qualify``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ExitCode(enum.IntEnum):
 
 _MEANINGS = {
     ExitCode.PROVEN: (
-        "every required route is proven on hardware, or a software run was asked for (--software) and passed"
+        "every required route is proven on hardware, or a software run was requested (--software) and passed"
     ),
     ExitCode.FAILED: "a case failed, or a route fell back where direct was required",
     ExitCode.WRONG_USAGE: "wrong usage",

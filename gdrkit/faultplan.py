@@ -35,7 +35,7 @@ __all__ = ["FaultRule", "parse_plan", "read_plan"]
 
 HEADER = "gdrkit-faults 1"
 
-# The errnos that a plan may name. All others are written as numbers.
+# The errnos that a plan may contain as names. All others are written as numbers.
 _ERRNO_NAMES = frozenset(
     [
         "EPERM",
@@ -76,14 +76,14 @@ _NIC_FAULT_POINTS = frozenset(
 # Transfers of a cuFile batch or stream, which can fail after the cuFile call has returned.
 _CUFILE_IO_FAULT_POINTS = ("cufile.batch_io", "cufile.async_io")
 _ROUTE_FAULT_POINT = "cufile.route"
-# The lowest status that a rule can set, for points at which it differs from 1. An asynchronous cuFile transfer can
-# complete with 0 bytes moved.
+# The lowest status that a rule can set, for each point where it is not 1. An asynchronous cuFile transfer can complete
+# with 0 bytes moved.
 _STATUS_MIN_BY_POINT = {"cufile.async_io": 0}
 # The first route has the code 1, the second 2, and so on.
-_ROUTES = ("p2p", "nvfs", "posix")
+_ROUTE_NAMES = ("p2p", "nvfs", "posix")
 # The kernel's MAX_ERRNO. It is also the largest status of every function outside cuFile.
 _ERRNO_MAX = 4095
-# The largest CUfileOpError is above all errnos.
+# The largest CUfileOpError is larger than every errno.
 _CUFILE_STATUS_MAX = 5050
 _CALL_MAX = (1 << 64) - 1
 # An errno of the kernel that user space receives but errno.h does not define.
@@ -174,12 +174,12 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
         if word_key == "status":
             minimum, maximum = _find_status_limits(point_name)
             values[word_key] = _parse_bounded(text, minimum=minimum, maximum=maximum)
-            expected = f"a number from {minimum} to {maximum} after status="
+            expected_form = f"a number from {minimum} to {maximum} after status="
         else:
-            parse, expected = _PARSERS[word_key]
-            values[word_key] = parse(text)
+            parse_value, expected_form = _PARSER_AND_FORM_BY_KEY[word_key]
+            values[word_key] = parse_value(text)
         if values[word_key] is None:
-            raise _make_malformed_error(name, line_number, f"'{word}': expected {expected}")
+            raise _make_malformed_error(name, line_number, f"'{word}': expected {expected_form}")
     if "call" not in values or not values.keys() - {"call", "nic"}:
         raise _make_malformed_error(
             name, line_number, f"expected '{point_name} call=... {key}=..., delay_us=..., hold=... or stop=...'"
@@ -243,7 +243,7 @@ def _parse_bounded(text: str, *, maximum: int, minimum: int = 1) -> int | None:
 
 
 def _parse_route(text: str) -> int | None:
-    return _ROUTES.index(text) + 1 if text in _ROUTES else None
+    return _ROUTE_NAMES.index(text) + 1 if text in _ROUTE_NAMES else None
 
 
 def _parse_delay_us(text: str) -> int | None:
@@ -261,7 +261,7 @@ def _parse_number(text: str) -> int | None:
 
 # For each key of a rule: the parser of its value, and the expected form for the error message. A parser returns None
 # for a malformed value.
-_PARSERS: dict[str, tuple[Callable[[str], object], str]] = {
+_PARSER_AND_FORM_BY_KEY: dict[str, tuple[Callable[[str], object], str]] = {
     "call": (_parse_calls, "call=N, call=N-M or call=*"),
     "errno": (_parse_errno, f"a name or number from 1 to {_ERRNO_MAX} after errno="),
     "route": (_parse_route, "p2p, nvfs or posix after route="),
@@ -279,7 +279,7 @@ def _make_malformed_error(name: str, line: int, detail: str) -> ApiError:
 def _make_error(errno_value: int, name: str, *, line: int, detail: str, reason: Reason) -> ApiError:
     """Return the error of a plan. A `line` of 0 means the whole file."""
     advice = f"fix line {line} of the plan" if line else "name a file that can be read"
-    effects = "errno=E|status=S|route=R|delay_us=N|hold=FILE|stop=FILE|nic=NAME"
+    effects_text = "errno=E|status=S|route=R|delay_us=N|hold=FILE|stop=FILE|nic=NAME"
     return ApiError(
         api=Api.TWINS,
         operation="read fault plan",
@@ -288,6 +288,6 @@ def _make_error(errno_value: int, name: str, *, line: int, detail: str, reason: 
         errno=errno_value,
         arguments={"path": name, "line": line} if line else {"path": name},
         reason=reason,
-        what_to_do=f"{advice}; a rule is 'FUNCTION call=N|N-M|* {effects}'",
+        what_to_do=f"{advice}; a rule is 'FUNCTION call=N|N-M|* {effects_text}'",
         detail=detail,
     )

@@ -80,11 +80,11 @@ class ForkSafeLock:
         __exit__ = property(operator.attrgetter("_lock.__exit__"))
 
 
-def _close_objects_in_child() -> None:
-    # An error of one object must not keep the others from being notified.
+def _notify_objects_in_child() -> None:
+    # The stack calls all callbacks, even if one raises an error.
     with contextlib.ExitStack() as stack:
         for instance in list(_fork_aware_objects):
             stack.callback(instance.after_fork_in_child)
 
 
-os.register_at_fork(after_in_child=_close_objects_in_child)
+os.register_at_fork(after_in_child=_notify_objects_in_child)

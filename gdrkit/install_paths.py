@@ -68,18 +68,18 @@ class InstallPaths:
         for another folder of ``sys.path``, ``{library_path}`` for a folder of LD_LIBRARY_PATH, and ``{home}`` for the
         home folder of the user. System folders are not replaced.
         """
-        replacements = {str(self.root): ""} if self.is_checkout else {}
-        replacements.setdefault(sys.prefix, "{python}/")
+        name_by_folder = {str(self.root): ""} if self.is_checkout else {}
+        name_by_folder.setdefault(sys.prefix, "{python}/")
         for name, folders in {
             "{library_path}/": os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep),
             "{site}/": sys.path,
             "{home}/": [os.path.expanduser("~")],  # noqa: PTH111 - Path.home() raises if the user has no home folder.
         }.items():
             for folder in folders:
-                replacements.setdefault(folder.rstrip("/"), name)
+                name_by_folder.setdefault(folder.rstrip("/"), name)
         # Folders can be nested: the folder of the software twins (libraries that emulate the hardware) is inside the
         # environment of this Python. The entries are in the order of the docstring, and the first match is used.
-        for folder, name in replacements.items():
+        for folder, name in name_by_folder.items():
             if folder.startswith("/") and not _SYSTEM_FOLDER.match(folder):
                 text = text.replace(f"{folder}/", name)
         return text

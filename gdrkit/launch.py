@@ -49,13 +49,13 @@ __all__ = [
 ]
 
 # For each API that has a twin: the folder below lib/, and the file that this folder must contain.
-_TWINS = {
+_TWIN_FILE_BY_API = {
     Api.VERBS: ("ibverbs", "libibverbs.so.1"),
     Api.CUDA: ("cuda", "libcuda.so.1"),
     Api.CUFILE: ("cufile", "libcufile.so.0"),
     Api.HLTHUNK: ("hlthunk", "libhl-thunk.so"),
 }
-APIS_WITH_TWINS: frozenset[Api] = frozenset(_TWINS)
+APIS_WITH_TWINS: frozenset[Api] = frozenset(_TWIN_FILE_BY_API)
 
 _TWINS_PACKAGE = "gdrkit_twins"
 # This variable names a folder of twins that replaces the installed ones, such as a build with sanitizers. It has the
@@ -72,7 +72,8 @@ _DEVICE_WRITER = "gdrkit-twins-devices"
 # in which the twins record what the processes of a run do.
 _LIBRARIES_VARIABLE, _STATE_VARIABLE = "GDRKIT_TWINS_LIBRARIES", "GDRKIT_TWINS_STATE"
 USAGE_VARIABLE = "GDRKIT_TWINS_RUN"
-# The name of a library without its version and without the hash that auditwheel adds: as stem_of in audit.cpp.
+# The stem of a library is its name without its version and without the hash that auditwheel adds. get_stem in
+# native/twins/loader/audit.cpp has the same rule.
 _LIBRARY_STEM = re.compile(r"^(?P<stem>lib.+?)(-[0-9a-f]{8})?\.so(\..*)?$")
 
 
@@ -121,15 +122,15 @@ def parse_apis(text: str) -> frozenset[Api]:
     UsageError
         A name is not an API with a twin, or there are no names.
     """
-    api_of_name = {api.value: api for api in APIS_WITH_TWINS}
+    api_by_name = {api.value: api for api in APIS_WITH_TWINS}
     names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown_names = [name for name in names if name not in api_of_name]
+    unknown_names = [name for name in names if name not in api_by_name]
     if unknown_names or not names:
         message = (
-            f"the APIs must be some of {', '.join(sorted(api_of_name))}, not {', '.join(unknown_names) or repr(text)}"
+            f"the APIs must be some of {', '.join(sorted(api_by_name))}, not {', '.join(unknown_names) or repr(text)}"
         )
         raise UsageError(message)
-    return frozenset(api_of_name[name] for name in names)
+    return frozenset(api_by_name[name] for name in names)
 
 
 def twins_available() -> frozenset[Api]:
@@ -145,9 +146,9 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     launch : Launch
         The options of the child.
     base : mapping or None
-        The environment to start from. None means the environment of this process. The twins are first removed from it,
-        so that the child finds only the chosen ones. Its GDRKIT_TWINS_DOMAIN is kept unless `launch` is isolated, and
-        the state of that domain is kept with it.
+        The environment to start from. None means the environment of this process. The function removes all twins from
+        the environment before it adds the chosen ones. It keeps GDRKIT_TWINS_DOMAIN and the state of that domain,
+        unless `launch` is isolated.
 
     Raises
     ------
@@ -162,11 +163,11 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     _check_options(launch)
     child_environment = dict(os.environ if base is None else base)
     folders = [_require_twin_folder(api) for api in sorted(launch.twin_apis, key=lambda api: api.value)]
-    _set_paths(child_environment, "LD_LIBRARY_PATH", folders)
+    _prepend_paths(child_environment, "LD_LIBRARY_PATH", folders)
     audit_library = _find_loader_file(_AUDIT_LIBRARY) if launch.twin_apis else None
-    _set_paths(child_environment, "LD_AUDIT", [] if audit_library is None else [audit_library])
+    _prepend_paths(child_environment, "LD_AUDIT", [] if audit_library is None else [audit_library])
     child_environment.pop(_LIBRARIES_VARIABLE, None)
-    _set_paths(child_environment, "LD_PRELOAD", [])
+    _prepend_paths(child_environment, "LD_PRELOAD", [])
     state = child_environment.pop(_STATE_VARIABLE, None)
     if not launch.twin_apis:
         child_environment.pop(USAGE_VARIABLE, None)
@@ -181,15 +182,15 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     child_environment.setdefault("GDRKIT_TWINS_SEED", str(secrets.randbits(64)))
     if launch.faults is not None:
         child_environment["GDRKIT_TWINS_FAULTS"] = str(launch.faults.resolve())
-    preload = child_environment.get(_TWINS_PRELOAD_VARIABLE)
-    if preload:
+    sanitizer_library = child_environment.get(_TWINS_PRELOAD_VARIABLE)
+    if sanitizer_library:
         # The runtime of a sanitizer must be loaded before the libraries that were built with the sanitizer.
         other_libraries = [
-            name for name in child_environment.get("LD_PRELOAD", "").split(":") if name and name != preload
+            name for name in child_environment.get("LD_PRELOAD", "").split(":") if name and name != sanitizer_library
         ]
-        child_environment["LD_PRELOAD"] = ":".join([preload, *other_libraries])
+        child_environment["LD_PRELOAD"] = ":".join([sanitizer_library, *other_libraries])
     if state is not None and not launch.isolated:
-        _show_devices(child_environment, launch, state)
+        _preload_devices_library(child_environment, launch, state)
     return child_environment
 
 
@@ -221,10 +222,10 @@ def with_state(
         The file into which the twins of the child and its descendants write.
     """
     reporting_environment = {**child_environment, USAGE_VARIABLE: str(usage_file)}
-    # A domain is like a machine of its own, so what gdrkit learns about it must not mix with this machine.
+    # A domain is like a separate machine, so gdrkit must not store facts about the domain as facts about this machine.
     reporting_environment.setdefault(STATE_VARIABLE, str(state / "gdrkit"))
-    _set_paths(reporting_environment, "LD_PRELOAD", [])
-    _show_devices(reporting_environment, launch, str(state))
+    _prepend_paths(reporting_environment, "LD_PRELOAD", [])
+    _preload_devices_library(reporting_environment, launch, str(state))
     return reporting_environment
 
 
@@ -234,9 +235,9 @@ def device_writer() -> Path | None:
 
 
 def api_of_library(path: str) -> Api | None:
-    """Return the API that a library with this name has, for example VERBS for ``/usr/lib/libibverbs.so.1``, or None."""
+    """Return the API that a library of this name implements, or None: VERBS for ``/usr/lib/libibverbs.so.1``."""
     stem = _find_stem(path)
-    folders = {api: folder for api in _TWINS if (folder := _find_twin_folder(api)) is not None}
+    folders = {api: folder for api in _TWIN_FILE_BY_API if (folder := _find_twin_folder(api)) is not None}
     return next((api for api, folder in folders.items() if stem in map(_find_stem, _list_libraries(folder))), None)
 
 
@@ -250,25 +251,25 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
 
     An API that has no hardware on this host is not in the result.
     """
-    hardware_of_api: dict[Api, str] = {}
-    # In a child of `gdrkit run`, sysfs shows the devices of the verbs twin and no others.
-    sees_twins = tree.is_this_host and _STATE_VARIABLE in os.environ
-    nics = [] if sees_twins else [device.name for device in rdma_devices(tree)]
+    hardware_by_api: dict[Api, str] = {}
+    # In a child of `gdrkit run`, sysfs shows only the devices of the verbs twin, which are not hardware.
+    is_child_on_twins = tree.is_this_host and _STATE_VARIABLE in os.environ
+    nics = [] if is_child_on_twins else [device.name for device in rdma_devices(tree)]
     if nics:
-        hardware_of_api[Api.VERBS] = "RDMA devices " + ", ".join(nics)
+        hardware_by_api[Api.VERBS] = "RDMA devices " + ", ".join(nics)
     gpus = nvidia_gpus(tree)
     if gpus:
-        hardware_of_api[Api.CUDA] = "NVIDIA GPUs " + ", ".join(gpu.address for gpu in gpus)
+        hardware_by_api[Api.CUDA] = "NVIDIA GPUs " + ", ".join(gpu.address for gpu in gpus)
     elif tree.exists("/dev/nvidiactl") or tree.exists("/proc/driver/nvidia/version"):
         # A container may hide the PCI devices and still have the device nodes.
-        hardware_of_api[Api.CUDA] = "an NVIDIA driver"
-    if Api.CUDA in hardware_of_api:
+        hardware_by_api[Api.CUDA] = "an NVIDIA driver"
+    if Api.CUDA in hardware_by_api:
         # libcufile has no hardware of its own: it is a library of NVIDIA for NVIDIA GPUs.
-        hardware_of_api[Api.CUFILE] = hardware_of_api[Api.CUDA]
+        hardware_by_api[Api.CUFILE] = hardware_by_api[Api.CUDA]
     accelerators = habana_accelerators(tree)
     if accelerators:
-        hardware_of_api[Api.HLTHUNK] = "accelerators " + ", ".join(device.address for device in accelerators)
-    return hardware_of_api
+        hardware_by_api[Api.HLTHUNK] = "accelerators " + ", ".join(device.address for device in accelerators)
+    return hardware_by_api
 
 
 def describe_unused_hardware(launch: Launch, tree: HostTree) -> str | None:
@@ -299,7 +300,7 @@ def twin_control() -> TwinControl:
 
 def _find_twin_folder(api: Api) -> Path | None:
     """Return the folder of the twin of `api`, or None if the twin is not installed."""
-    folder, file = _TWINS[api]
+    folder, file = _TWIN_FILE_BY_API[api]
     for root in _list_twin_roots():
         if (root / folder / file).is_file():
             return root / folder
@@ -307,7 +308,7 @@ def _find_twin_folder(api: Api) -> Path | None:
 
 
 def _list_twin_roots() -> list[Path]:
-    """Return the folders whose subfolders are the folders of the twins."""
+    """Return the folders that contain the folders of the twins."""
     override = os.environ.get(_TWINS_FOLDER_VARIABLE)
     if override:
         return [Path(override).resolve()]
@@ -320,7 +321,7 @@ def _require_twin_folder(api: Api) -> Path:
     folder = _find_twin_folder(api)
     if folder is None:
         raise _make_twins_missing_error(
-            _TWINS[api][1], f"searched {', '.join(map(str, _list_twin_roots())) or 'no folder'}"
+            _TWIN_FILE_BY_API[api][1], f"searched {', '.join(map(str, _list_twin_roots())) or 'no folder'}"
         )
     return folder
 
@@ -338,24 +339,24 @@ def _make_twins_missing_error(library: str, detail: str) -> SetupMissing:
     )
 
 
-def _show_devices(child_environment: dict[str, str], launch: Launch, state: str) -> None:
-    """Let the child see the devices of the verbs twin, if verbs runs on it. The library is the last in LD_PRELOAD."""
-    devices = _find_loader_file(_DEVICES_LIBRARY)
-    if Api.VERBS in launch.twin_apis and devices is not None:
+def _preload_devices_library(child_environment: dict[str, str], launch: Launch, state: str) -> None:
+    """Let the child see the devices of the verbs twin, if it uses that twin. The library is the last in LD_PRELOAD."""
+    devices_library = _find_loader_file(_DEVICES_LIBRARY)
+    if Api.VERBS in launch.twin_apis and devices_library is not None:
         child_environment[_STATE_VARIABLE] = state
         other_libraries = filter(None, [child_environment.get("LD_PRELOAD")])
-        child_environment["LD_PRELOAD"] = ":".join([*other_libraries, str(devices)])
+        child_environment["LD_PRELOAD"] = ":".join([*other_libraries, str(devices_library)])
 
 
 def _list_twin_files(twin_apis: frozenset[Api]) -> list[str]:
-    """Return the paths of the libraries of these twins. Verbs has two: the second one is librdmacm."""
+    """Return the paths of the libraries of these twins. The twin of verbs has a second library, librdmacm."""
     folders = [_require_twin_folder(api) for api in sorted(twin_apis, key=lambda api: api.value)]
     return [path for folder in folders for path in _list_libraries(folder)]
 
 
 @functools.cache
 def _list_libraries(folder: Path) -> tuple[str, ...]:
-    """Return the libraries in a folder of the twins, without links: a build folder has links for the linker."""
+    """Return the libraries in a folder of the twins. Symbolic links, which a build folder contains, are left out."""
     return tuple(sorted(str(path) for path in folder.glob("lib*.so*") if not path.is_symlink()))
 
 
@@ -369,7 +370,7 @@ def _find_stem(path: str) -> str | None:
     return None if match is None else match["stem"]
 
 
-def _set_paths(child_environment: dict[str, str], variable: str, paths: list[Path]) -> None:
+def _prepend_paths(child_environment: dict[str, str], variable: str, paths: list[Path]) -> None:
     """Put `paths` at the front of a variable, and remove all other paths of the twins from it."""
     other_paths = [path for path in child_environment.pop(variable, "").split(":") if path and not is_twin(path)]
     if paths or other_paths:

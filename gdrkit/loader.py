@@ -1,8 +1,9 @@
 """Check and import of shared libraries and extension modules, with advice if they cannot be loaded.
 
 The dynamic loader reports failures only as text. This module turns that text, and the state of the file, into a
-:class:`SetupMissing`. Its ``errno`` is ENOENT (not found), ENOEXEC (damaged), ELIBBAD (another ABI) or EACCES (not
-readable). A library is checked before the loader opens it, because the loader crashes with SIGBUS on a truncated file.
+:class:`SetupMissing` error, whose ``errno`` is ENOENT (not found), ENOEXEC (damaged), ELIBBAD (another ABI) or EACCES
+(not readable). A library is checked before the loader opens it, because the loader crashes with SIGBUS on a truncated
+file.
 The packages of the foreign APIs (:mod:`gdrkit.cuda`, :mod:`gdrkit.verbs`, ...) use this module.
 """
 
@@ -41,9 +42,9 @@ __all__ = [
 NEEDS_LIBIBVERBS = "install libibverbs (rdma-core), and a gdrkit whose native parts were built"
 _BUILD_NATIVE = "in a checkout, run `nox -s native`; elsewhere install a wheel of gdrkit for this Python and processor"
 
-# Parts of the loader's messages (glibc, elf/dl-load.c and elf/dl-version.c), and the errno for each of them. The first
-# part that occurs in a message decides.
-_ERRNO_OF_MESSAGE: tuple[tuple[str, int], ...] = (
+# Parts of the loader's messages (glibc, elf/dl-load.c and elf/dl-version.c), with the errno for each. The first part
+# that occurs in a message selects the errno.
+_ERRNO_BY_MESSAGE_PART: tuple[tuple[str, int], ...] = (
     ("permission denied", errno.EACCES),
     ("wrong elf class", errno.ELIBBAD),
     ("cannot open shared object file", errno.ENOENT),
@@ -56,7 +57,7 @@ _ERRNO_OF_MESSAGE: tuple[tuple[str, int], ...] = (
     ("undefined symbol", errno.ELIBBAD),
 )
 
-_REASONS = {
+_REASON_BY_ERRNO = {
     errno.EACCES: Reason.NO_PERMISSION,
     errno.ENOENT: Reason.LIBRARY_MISSING,
     errno.ENOEXEC: Reason.LIBRARY_DAMAGED,
@@ -101,12 +102,14 @@ def setup_missing(
         The source of the message: the dynamic loader, or an API whose library lacks a function.
     """
     lowercase_text = text.lower()
-    known_errno = next((error_number for words, error_number in _ERRNO_OF_MESSAGE if words in lowercase_text), None)
+    known_errno = next(
+        (error_number for message_part, error_number in _ERRNO_BY_MESSAGE_PART if message_part in lowercase_text), None
+    )
     error_number = default_errno if known_errno is None else known_errno
     advice = {
         errno.EACCES: "make the file readable for this user",
         errno.ENOEXEC: "the file is damaged: install its package again",
-        errno.ELIBBAD: "library and bindings are of different versions: install those that belong together",
+        errno.ELIBBAD: "the versions of the library and of its bindings differ: install versions that belong together",
     }
     return SetupMissing(
         api=api,
@@ -114,7 +117,7 @@ def setup_missing(
         status=error_number,
         status_name=errno_name(error_number),
         errno=error_number,
-        reason=_REASONS.get(error_number, Reason.OTHER),
+        reason=_REASON_BY_ERRNO.get(error_number, Reason.OTHER),
         what_to_do=what_to_do if known_errno is None and what_to_do else advice.get(error_number, what_to_do),
         detail=text,
     )
@@ -257,7 +260,7 @@ class LazyModule:
 
     def __getattr__(self, attribute: str) -> object:
         """Import the module, and return one of its attributes."""
-        # copy, pickle and inspect ask every object for special names. They must not import the module.
+        # The modules copy, pickle and inspect read special names of every object. Do not import the native module then.
         if attribute.startswith("__"):
             raise AttributeError(name=attribute, obj=self)
         value: object = getattr(import_native(self._name, what_to_do=self._what_to_do), attribute)

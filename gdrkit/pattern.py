@@ -2,7 +2,7 @@
 
 A payload of one repeated byte cannot show a shifted, swapped or half-written transfer. Here the bytes at
 ``offset_bytes`` of the stream of a seed are always the same. A range of the stream can therefore be generated and
-checked without the bytes before it. Each block of the stream is the SHAKE-128 of the seed and of the block's number.
+checked without the bytes before it. Each block of the stream is the SHAKE-128 of the seed and the block number.
 The standard library computes this at several hundred MB/s, without numpy.
 """
 

@@ -1,6 +1,7 @@
-"""Commands that install what is missing, with names of packages that exist in the package manager of this machine.
+"""Install commands for missing packages, with the package names that this machine's Linux distribution uses.
 
-The nox sessions use the table too, before any package is installed. So this module needs only the standard library.
+The nox sessions also use the table of names, before any package is installed. So this module needs only the standard
+library.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from pathlib import Path
 __all__ = ["DNF_NAMES", "OS_RELEASE", "package_manager", "package_names", "pip_install", "system_install"]
 
 OS_RELEASE = Path("/etc/os-release")
-# The package of RHEL and Rocky Linux for each package of Debian that has another name there. The names of chromium and
-# busybox are in EPEL, and the headers of libnl and Open MPI are in CRB or AppStream.
+# This table has the names on RHEL and Rocky Linux, for each Debian package whose name differs there. The packages
+# chromium and busybox are in the repository EPEL, and the headers of libnl and Open MPI are in CRB or AppStream.
 DNF_NAMES = {
     "busybox-static": "busybox",
     "fuse3": "fuse3 fuse3-libs",
@@ -34,8 +35,8 @@ DNF_NAMES = {
 }
 _DNF_DISTRIBUTIONS = frozenset({"almalinux", "centos", "fedora", "ol", "rhel", "rocky"})
 _PYTHON_HEADERS = re.compile(r"(python3(?:\.\d+)?)-dev")
-_FIELD = re.compile(r"""^(ID|ID_LIKE)=["']?([^"'\n]*)""", re.MULTILINE)
-_EXTRA = re.compile(r"""^(.*?)\s*;.*\bextra\s*==\s*["']([\w-]+)["']""")
+_OS_ID_FIELD = re.compile(r"""^(ID|ID_LIKE)=["']?([^"'\n]*)""", re.MULTILINE)
+_EXTRA_REQUIREMENT = re.compile(r"""^(.*?)\s*;.*\bextra\s*==\s*["']([\w-]+)["']""")
 
 
 def package_manager(os_release: Path = OS_RELEASE) -> str:
@@ -44,16 +45,16 @@ def package_manager(os_release: Path = OS_RELEASE) -> str:
         text = os_release.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "apt-get"
-    names = {name for _, value in _FIELD.findall(text) for name in value.split()}
+    names = {name for _, value in _OS_ID_FIELD.findall(text) for name in value.split()}
     return "dnf" if names & _DNF_DISTRIBUTIONS else "apt-get"
 
 
 def package_names(*debian_names: str, manager: str) -> tuple[str, ...]:
-    """Return the names that these packages of Debian have for `manager`, each once."""
+    """Return the names of these Debian packages in the repositories of `manager`, each once."""
     if manager != "dnf":
         return tuple(dict.fromkeys(debian_names))
-    texts = (DNF_NAMES.get(name, _PYTHON_HEADERS.sub(r"\1-devel", name)) for name in debian_names)
-    return tuple(dict.fromkeys(name for text in texts for name in text.split()))
+    package_lists = (DNF_NAMES.get(name, _PYTHON_HEADERS.sub(r"\1-devel", name)) for name in debian_names)
+    return tuple(dict.fromkeys(name for text in package_lists for name in text.split()))
 
 
 def system_install(*debian_names: str, os_release: Path = OS_RELEASE) -> str:
@@ -65,7 +66,7 @@ def system_install(*debian_names: str, os_release: Path = OS_RELEASE) -> str:
 def pip_install(extra: str) -> str:
     """Return the command that installs the packages of an extra of gdrkit, e.g. ``mpi``.
 
-    No index has gdrkit itself, so the command names the packages that the extra requires.
+    gdrkit itself is on no package index, so the command names the packages that the extra requires.
     """
     from importlib import metadata  # Importing it takes longer than the rest of this module.
 
@@ -73,6 +74,6 @@ def pip_install(extra: str) -> str:
         requirements = metadata.requires("gdrkit") or ()
     except metadata.PackageNotFoundError:
         requirements = ()
-    matches = [match for text in requirements if (match := _EXTRA.match(text)) and match[2] == extra]
+    matches = [match for text in requirements if (match := _EXTRA_REQUIREMENT.match(text)) and match[2] == extra]
     packages = " ".join(f"'{match[1]}'" for match in matches)
     return f"pip install {packages}" if packages else f"pip install the packages of the extra {extra} of gdrkit"

@@ -29,7 +29,7 @@ def receive(connection: socket.socket, *, length_bytes: int, descriptors_max: in
     connection : socket
         A UNIX socket. Its timeout applies.
     length_bytes : int
-        Largest number of bytes to receive. A message of a SOCK_SEQPACKET or SOCK_DGRAM socket has to fit.
+        Largest number of bytes to receive. A longer message of a SOCK_SEQPACKET or SOCK_DGRAM socket is refused.
     descriptors_max : int
         Largest number of descriptors that may come with the bytes, 0 or more.
 

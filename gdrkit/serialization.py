@@ -155,26 +155,26 @@ def _read_float(value: float, where: str) -> float:
 
 
 def _read_union(arguments: tuple[Any, ...], value: object, where: str) -> object:
-    members = [member for member in arguments if member is not type(None)]
-    if value is None and len(members) < len(arguments):
+    member_types = [member_type for member_type in arguments if member_type is not type(None)]
+    if value is None and len(member_types) < len(arguments):
         return None
-    if len(members) == 1:
-        return _read_value(members[0], value, where)
-    # Other unions are unions of scalars, so the type of the value selects the member.
-    if type(value) in members:
+    if len(member_types) == 1:
+        return _read_value(member_types[0], value, where)
+    # All other unions are unions of scalars, so the value must have the type of one member.
+    if type(value) in member_types:
         return value
-    raise _make_malformed_error(where, " or ".join(member.__name__ for member in members), value)
+    raise _make_malformed_error(where, " or ".join(member_type.__name__ for member_type in member_types), value)
 
 
 def _read_dataclass(expected_type: Any, pairs: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
-    fields, hints = _list_fields_and_types(expected_type)
-    unknown = pairs.keys() - fields.keys()
-    if unknown:
-        raise _make_malformed_error(where, "only the fields " + ", ".join(fields), ", ".join(sorted(unknown)))
+    fields, type_by_field = _list_fields_and_types(expected_type)
+    unknown_names = pairs.keys() - fields.keys()
+    if unknown_names:
+        raise _make_malformed_error(where, "only the fields " + ", ".join(fields), ", ".join(sorted(unknown_names)))
     values = {}
     for name, field in fields.items():
         if name in pairs:
-            values[name] = _read_value(hints[name], pairs[name], f"{where}.{name}")
+            values[name] = _read_value(type_by_field[name], pairs[name], f"{where}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             path = f"{where}.{name}"
             raise _make_malformed_error(path, "a value", "nothing")

@@ -19,7 +19,7 @@ _ESCAPED_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def escape_controls(text: str) -> str:
-    r"""Return `text` with control and direction characters as escapes such as ``\x1b`` or ``\u202e``.
+    r"""Return `text` with control and direction characters replaced by escapes such as ``\x1b`` or ``\u202e``.
 
     New lines and tabs are kept.
     """

@@ -24,7 +24,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# A size less than this number of bytes below a multiple of a unit is printed as "4 KiB - 1 B".
+# A size that is less than this number of bytes below a multiple of a unit is printed in the form "4 KiB - 1 B".
 _NEAR_BYTES = 64
 
 # Page size in which nvidia-peermem pins device memory, in bytes.
@@ -45,7 +45,7 @@ def align_up(value: int, *, alignment_bytes: int) -> int:
 def format_bytes(length_bytes: int) -> str:
     """Return a size as text: ``64 MiB``, ``1 MiB + 3 B`` or ``17 B``.
 
-    The text is exact, because a rounded size would hide the odd byte that a test case is about.
+    The text is exact, because test cases use sizes that differ by one byte from a multiple of a unit.
     """
     for unit_bytes, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         unit_count, remainder_bytes = divmod(length_bytes, unit_bytes)

@@ -18,7 +18,7 @@ NOISE_PERCENT = 5.0
 class Verdict(enum.Enum):
     """The result of a test case or of a rule.
 
-    NOT_RUN: the machine lacks something that the case needs. UNPROVEN: the data is right, but no evidence shows that
+    NOT_RUN: the machine lacks something that the case needs. UNPROVEN: the data is correct, but no evidence shows that
     the bytes took the required path.
     """
 
@@ -31,8 +31,9 @@ class Verdict(enum.Enum):
 class RouteOutcome(enum.Enum):
     """The state of a route on this machine.
 
-    PROVEN: the right bytes took the route, and counters show that. UNPROVEN: nothing shows that they did. FELL_BACK:
-    the bytes took another route. NOT_POSSIBLE: an attempt failed, and the cause is known.
+    PROVEN: the correct bytes arrived, and counters show that they took the route. UNPROVEN: no counter shows which
+    route the bytes took. FELL_BACK: the bytes took another route. NOT_POSSIBLE: an attempt failed, and the cause is
+    known.
     """
 
     PROVEN = "proven"

@@ -64,14 +64,14 @@ class _VersionedTensor(ctypes.Structure):
 
 _STRUCTURES: dict[bytes, Any] = {b"dltensor": _ManagedTensor, b"dltensor_versioned": _VersionedTensor}
 
-_api = ctypes.pythonapi
-_is_valid_capsule = _api.PyCapsule_IsValid
+_python_api = ctypes.pythonapi
+_is_valid_capsule = _python_api.PyCapsule_IsValid
 _is_valid_capsule.restype, _is_valid_capsule.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
-_capsule_pointer = _api.PyCapsule_GetPointer
-_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-_rename_capsule = _api.PyCapsule_SetName
+_get_capsule_pointer = _python_api.PyCapsule_GetPointer
+_get_capsule_pointer.restype, _get_capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_rename_capsule = _python_api.PyCapsule_SetName
 _rename_capsule.restype, _rename_capsule.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
-_new_capsule = _api.PyCapsule_New
+_new_capsule = _python_api.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 # A capsule has only a pointer to its name, so these names live as long as this module.
@@ -99,13 +99,13 @@ def consume(capsule: Any) -> Tensor:
     Raises
     ------
     UsageError
-        MALFORMED: it is not a DLPack capsule, it was consumed before, or its version is unknown.
+        MALFORMED: `capsule` is not a DLPack capsule, was consumed before, or has an unknown version.
     """
     name = next((name for name in _STRUCTURES if _is_valid_capsule(capsule, name)), None)
     if name is None:
         message = f"{type(capsule).__name__} is not a DLPack capsule, or the capsule was consumed before"
         raise UsageError(message, reason=Reason.MALFORMED)
-    address = _capsule_pointer(capsule, name)
+    address = _get_capsule_pointer(capsule, name)
     managed_tensor = _STRUCTURES[name].from_address(address)
     if name == b"dltensor_versioned" and managed_tensor.major != 1:
         # The capsule is not consumed. It still belongs to its producer, whose destructor deletes it.
@@ -144,8 +144,10 @@ def _delete_export(address: int) -> None:
 def _destroy_capsule(capsule: int) -> None:
     # The capsule is being destroyed, so it is passed as a bare address and not as an object. A consumed capsule has
     # another name and is skipped.
-    is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
-    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", _api))
+    is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _python_api))
+    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", _python_api)
+    )
     for name in _STRUCTURES:
         if is_valid(capsule, name):
             _delete_export(pointer(capsule, name))
@@ -183,14 +185,14 @@ def export(
     """
     name = b"dltensor_versioned" if is_versioned else b"dltensor"
     managed_tensor = _STRUCTURES[name]()
-    sizes = (ctypes.c_int64 * len(shape))(*shape)
-    sizes_pointer = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64))
-    managed_tensor.tensor = _Tensor(address, *device, len(shape), *element, sizes_pointer, None, 0)
+    shape_array = (ctypes.c_int64 * len(shape))(*shape)
+    shape_pointer = ctypes.cast(shape_array, ctypes.POINTER(ctypes.c_int64))
+    managed_tensor.tensor = _Tensor(address, *device, len(shape), *element, shape_pointer, None, 0)
     managed_tensor.deleter = ctypes.cast(_DELETER, ctypes.c_void_p)
     if is_versioned:
         managed_tensor.major, managed_tensor.minor = 1, 0
     structure_address = ctypes.addressof(managed_tensor)
-    _exported_tensors[structure_address] = (managed_tensor, sizes, on_release)
+    _exported_tensors[structure_address] = (managed_tensor, shape_array, on_release)
     return _new_capsule(
         structure_address,
         ctypes.cast(_CAPSULE_NAMES[name], ctypes.c_char_p),

@@ -137,7 +137,7 @@ def call(operation: str, /, **arguments: Any) -> Any:
     Raises
     ------
     ApiError
-        The CUresult is not success. It is :class:`~gdrkit.errors.Unsupported` for CUDA_ERROR_NOT_SUPPORTED.
+        The CUresult is not success. The class is :class:`~gdrkit.errors.Unsupported` for CUDA_ERROR_NOT_SUPPORTED.
     SetupMissing
         The library cannot be used at all, or it is too old to have this function.
     """
@@ -166,7 +166,7 @@ def _load_buffer_id_query() -> None:
 
 
 def buffer_id(address: int) -> int:
-    """Return the BUFFER_ID of cuPointerGetAttribute. The call needs no current context (seen on an H200)."""
+    """Return the BUFFER_ID of cuPointerGetAttribute. The call needs no current context (tested on an H200)."""
     if not _buffer_id_query:
         _load_buffer_id_query()
     function, attribute = _buffer_id_query

@@ -77,11 +77,11 @@ class PrimaryContext(Closeable):
     def __init__(self, index: int) -> None:
         self.index = index
         self._cu_device = _driver.call_int("cuDeviceGet", ordinal=index)
-        # The primary context, when it is retained: its CUcontext, and the count of it in :func:`gdrkit.handles.live`.
-        # Calls that retain it at the same time each add an item, and all but the first remove theirs. A lock could be
-        # held by the thread that a signal handler interrupts, or at a fork.
-        self._retained: list[tuple[int, Handle]] = []
-        self._releases = ReleaseStack()
+        # The CUcontext of the primary context once it is retained, and its handle for :func:`gdrkit.handles.live`.
+        # Calls that retain the context at the same time each add an item, and all but the first remove their item.
+        # There is no lock, because an interrupted thread, or a thread at the time of a fork, could hold it.
+        self._retained_contexts: list[tuple[int, Handle]] = []
+        self._release_actions = ReleaseStack()
         self._is_closed = False
 
     @property
@@ -150,11 +150,11 @@ class PrimaryContext(Closeable):
         return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Register `close` to be called before the device is closed, and return a function that cancels this.
+        """Register `close` to be called before the device is closed, and return a function that cancels the call.
 
         Objects that are created on the device, such as memory and streams, register their `close` here.
         """
-        return self._releases.push(close)
+        return self._release_actions.push(close)
 
     def close(self) -> None:
         """Close everything that was made from this device, in the reverse order, and release the primary context.
@@ -169,10 +169,10 @@ class PrimaryContext(Closeable):
         """
         if self._is_closed:
             return
-        self._releases.run()
-        if self._retained:
+        self._release_actions.run()
+        if self._retained_contexts:
             _driver.call("cuDevicePrimaryCtxRelease", dev=self._cu_device)
-            _, handle = self._retained.pop()
+            _, handle = self._retained_contexts.pop()
             handle.release()
         self._is_closed = True
 
@@ -180,22 +180,23 @@ class PrimaryContext(Closeable):
         if self._is_closed:
             resource = f"CUDA device {self.index}"
             raise ClosedResource(resource)
-        retained = self._retained
-        return retained[0][0] if retained else self._retain_first()
+        retained_contexts = self._retained_contexts
+        return retained_contexts[0][0] if retained_contexts else self._retain_first()
 
     def _retain_first(self) -> int:
         handle = Handle("cuda.primary_context")
         try:
-            item = _driver.call_int("cuDevicePrimaryCtxRetain", dev=self._cu_device), handle
+            retained_context = _driver.call_int("cuDevicePrimaryCtxRetain", dev=self._cu_device), handle
         except BaseException:
             handle.release()
             raise
-        self._retained.append(item)
-        if self._retained[0] is not item:  # Another thread or a signal handler has retained it meanwhile.
-            self._retained.remove(item)
+        self._retained_contexts.append(retained_context)
+        if self._retained_contexts[0] is not retained_context:
+            # Another thread or a signal handler has retained the context meanwhile.
+            self._retained_contexts.remove(retained_context)
             handle.release()
             _driver.call("cuDevicePrimaryCtxRelease", dev=self._cu_device)
-        return item[0]
+        return retained_context[0]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.index}{', closed' if self._is_closed else ''})"

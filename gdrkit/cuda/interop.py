@@ -86,21 +86,21 @@ def wrap(array: object, *, device: PrimaryContext, read_only: bool = False) -> B
         The array is managed memory.
     UsageError
         BAD_ARGUMENT: the array has neither protocol, or is empty, read-only or not contiguous. MALFORMED: the array's
-        description of itself is invalid. NOT_DEVICE_MEMORY: it is host memory, or memory of another device.
+        description of itself is invalid. NOT_DEVICE_MEMORY: the array is in host memory or on another device.
     """
-    foreign = describe(array)
+    foreign_array = describe(array)
     try:
-        if foreign.read_only and not read_only:
+        if foreign_array.read_only and not read_only:
             message = "the array is read-only"
             raise UsageError(message, what_to_do="pass read_only=True, and register it without write access")  # noqa: TRY301
-        if foreign.stream is not None:
+        if foreign_array.stream is not None:
             with device.current():
-                _driver.call("cuStreamSynchronize", hStream=foreign.stream)
-        memory = borrow(device, foreign.address, length_bytes=foreign.length_bytes)
+                _driver.call("cuStreamSynchronize", hStream=foreign_array.stream)
+        memory = borrow(device, foreign_array.address, length_bytes=foreign_array.length_bytes)
     except BaseException:
-        foreign.release()
+        foreign_array.release()
         raise
-    memory.before_release(lambda: _release_array(foreign, array))
+    memory.before_release(lambda: _release_array(foreign_array, array))
     return memory
 
 
@@ -123,7 +123,7 @@ def export_tensor(
     Parameters
     ----------
     owner : object
-        The object that has the memory. The capsule, and then its consumer, keep it alive.
+        The object that has the memory. The capsule, and then its consumer, keep the owner alive.
     address : int
         Address of the first element.
     shape : sequence of int
@@ -158,14 +158,14 @@ def describe(array: object) -> ForeignArray:
     raise UsageError(message)
 
 
-def _release_array(foreign: ForeignArray, _array: object) -> None:
+def _release_array(foreign_array: ForeignArray, _array: object) -> None:
     # The memory stores the call of this function until the memory is closed. The stored call has a reference to the
     # array, which keeps the array alive.
-    foreign.release()
+    foreign_array.release()
 
 
 def _release_owner(_owner: object) -> None:
-    # A partial of this function has the only reference of a capsule to the owner. It is dropped after this call.
+    # A partial of this function has the capsule's only reference to the owner. The partial is dropped after this call.
     return
 
 

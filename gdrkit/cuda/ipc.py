@@ -30,7 +30,7 @@ def export_handle(memory: CudaMemory) -> bytes:
     Raises
     ------
     ApiError
-        CUDA_ERROR_INVALID_VALUE: it is not memory of cuMemAlloc. Only memory of cuMemAlloc has an IPC handle.
+        CUDA_ERROR_INVALID_VALUE: the memory has no IPC handle. Only memory of cuMemAlloc has one.
     """
     with memory.device.current():
         return _driver.ipc_handle_bytes(pointer.address_range(memory.address).base)

@@ -24,7 +24,7 @@ __all__ = ["BorrowedMemory", "CudaMemory", "DeviceMemory", "borrow"]
 _DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
 # The kinds of memory that the driver can export as a dma-buf. For every other kind, the driver returns INVALID_VALUE,
-# although the arguments are valid (seen on an H200 with driver 580).
+# although the arguments are valid (observed on an H200 with driver 580).
 _EXPORTABLE_KINDS = frozenset({MemoryKind.CUDA, MemoryKind.CUDA_VMM, MemoryKind.CUDA_POOL})
 
 
@@ -102,14 +102,14 @@ class CudaMemory(MemoryResource):
         address = self.address + offset_bytes
         exported_begin = align_down(address, alignment_bytes=HOST_PAGE_BYTES)
         exported_end = align_up(address + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
-        kind = _driver.enum_member("CUmemRangeHandleType", _DMA_BUF_FD)
+        handle_type = _driver.enum_member("CUmemRangeHandleType", _DMA_BUF_FD)
         with self.device.current():
             try:
                 fd = _driver.call_int(
                     "cuMemGetHandleForAddressRange",
                     dptr=exported_begin,
                     size=exported_end - exported_begin,
-                    handleType=kind,
+                    handleType=handle_type,
                     flags=0,
                 )
             except ApiError as error:
@@ -134,7 +134,7 @@ class CudaMemory(MemoryResource):
             _driver.call("cuMemcpyHtoD", dstDevice=address, srcHost=view, ByteCount=view.nbytes)
 
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
-        """Set every byte of the range to `byte` (0 to 255), and wait for it. A length of None means up to the end."""
+        """Set every byte of the range to `byte` (0 to 255), and wait until this is done. None means up to the end."""
         self._check_open()
         length_bytes = self._resolve_length(offset_bytes, length_bytes)
         if not 0 <= byte <= 0xFF:  # noqa: PLR2004 - the largest byte.
@@ -290,9 +290,9 @@ def borrow(device: PrimaryContext, address: int, *, length_bytes: int) -> Borrow
     Raises
     ------
     Unsupported
-        It is managed memory. Its pages move between host and device, so no NIC may pin them.
+        The memory is managed. Its pages move between host and device, so no NIC may pin them.
     UsageError
-        NOT_DEVICE_MEMORY: it is host memory or memory of another device, or `length_bytes` exceeds the memory.
+        NOT_DEVICE_MEMORY: the address is in host memory or on another device, or `length_bytes` exceeds the memory.
     """
     with device.current():
         kind = pointer.memory_kind(address)
@@ -310,6 +310,6 @@ def borrow(device: PrimaryContext, address: int, *, length_bytes: int) -> Borrow
         if kind is MemoryKind.HOST or length_bytes <= 0 or pointer.device_index(address) != device.index:
             message = f"{length_bytes} bytes at {address:#x} are not memory of CUDA device {device.index}"
             raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY)
-        pointer.allocation_key(address, length_bytes)  # Raises UsageError if the memory ends before the range does.
+        pointer.allocation_key(address, length_bytes)  # This raises UsageError if the memory is too short.
         pointer.synchronize_copies(address)
     return BorrowedMemory(device, kind=kind, address=address, length_bytes=length_bytes)

@@ -1,6 +1,6 @@
 """Pinned host memory: pages that copy engines access without the driver's staging buffers.
 
-cuMemHostAlloc allocates it for every context of the process (PORTABLE).
+cuMemHostAlloc allocates the memory for every context of the process (PORTABLE).
 """
 
 from __future__ import annotations

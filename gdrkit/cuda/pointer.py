@@ -77,7 +77,7 @@ def memory_kind(address: int) -> MemoryKind:
 def buffer_id(address: int) -> int:
     """Return the buffer id, a number that the driver gives to only one allocation in the life of the process.
 
-    A reused address gets another id, so that a registration of the old memory can be distinguished from one of the new.
+    A reused address gets another id, so registrations of the old and of the new memory can be distinguished.
     """
     return _driver.buffer_id(address)
 

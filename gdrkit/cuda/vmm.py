@@ -47,19 +47,19 @@ class VmmMemory(CudaMemory):
     def __init__(
         self, device: PrimaryContext, *, chunk_bytes: int, chunk_creators: Sequence[Callable[[], int]]
     ) -> None:
-        """Map one chunk for each of `chunk_creators`: a function that creates or imports it and returns its handle.
+        """Map one chunk for each of `chunk_creators`, which create or import a chunk and return its handle.
 
         Callers use :meth:`create` and :meth:`import_shareable` instead.
         """
         self.chunk_bytes = chunk_bytes
         self._chunk_handles: list[int] = []
-        self._undo = ReleaseStack()
+        self._undo_actions = ReleaseStack()
         length_bytes = chunk_bytes * len(chunk_creators)
         with device.current():
             try:
                 address = self._map_chunks(device, chunk_creators, length_bytes)
             except BaseException as error:
-                self._undo.run_after(error)
+                self._undo_actions.run_after(error)
                 raise
         super().__init__(device, kind=MemoryKind.CUDA_VMM, address=address, length_bytes=length_bytes)
 
@@ -104,7 +104,7 @@ class VmmMemory(CudaMemory):
         device : PrimaryContext
             The device that has the chunks.
         fds : sequence of int
-            The descriptors of :meth:`export_shareable` in that process, in order. They are borrowed, and can be closed
+            The descriptors of :meth:`export_shareable` in that process, in order. The caller can close them
             afterwards.
         chunk_bytes : int
             Size of each chunk in bytes, as the owner states it. The driver does not report it.
@@ -113,11 +113,11 @@ class VmmMemory(CudaMemory):
             message = "fds must contain at least one descriptor"
             raise UsageError(message)
         handle_type = _driver.enum_member("CUmemAllocationHandleType", _HANDLE_POSIX_FD)
-        importers = [
+        chunk_importers = [
             functools.partial(_driver.call_int, "cuMemImportFromShareableHandle", osHandle=fd, shHandleType=handle_type)
             for fd in fds
         ]
-        return cls(device, chunk_bytes=chunk_bytes, chunk_creators=importers)
+        return cls(device, chunk_bytes=chunk_bytes, chunk_creators=chunk_importers)
 
     @property
     def chunk_count(self) -> int:
@@ -144,17 +144,21 @@ class VmmMemory(CudaMemory):
     ) -> int:
         """Reserve the address range, map the chunks into it and return its first address.
 
-        Every completed step is added to `_undo`.
+        The undo of every completed step is added to `_undo_actions`.
         """
         base_address = _driver.call_int("cuMemAddressReserve", size=length_bytes, alignment=0, addr=0, flags=0)
-        self._undo.push(functools.partial(_driver.call, "cuMemAddressFree", ptr=base_address, size=length_bytes))
+        self._undo_actions.push(
+            functools.partial(_driver.call, "cuMemAddressFree", ptr=base_address, size=length_bytes)
+        )
         for index, create_chunk in enumerate(chunk_creators):
             chunk_address = base_address + index * self.chunk_bytes
             handle = create_chunk()
             self._chunk_handles.append(handle)
-            self._undo.push(functools.partial(_driver.call, "cuMemRelease", handle=handle))
+            self._undo_actions.push(functools.partial(_driver.call, "cuMemRelease", handle=handle))
             _driver.call("cuMemMap", ptr=chunk_address, size=self.chunk_bytes, offset=0, handle=handle, flags=0)
-            self._undo.push(functools.partial(_driver.call, "cuMemUnmap", ptr=chunk_address, size=self.chunk_bytes))
+            self._undo_actions.push(
+                functools.partial(_driver.call, "cuMemUnmap", ptr=chunk_address, size=self.chunk_bytes)
+            )
         flags = _driver.enum_member("CUmemAccess_flags", _ACCESS_READ_WRITE)
         location = _driver.enum_member("CUmemLocationType", _LOCATION_DEVICE)
         access = _driver.new_structure(
@@ -165,7 +169,7 @@ class VmmMemory(CudaMemory):
         return base_address
 
     def _release(self) -> None:
-        self._undo.run()
+        self._undo_actions.run()
 
 
 def _make_properties(device: PrimaryContext) -> object:

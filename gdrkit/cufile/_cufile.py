@@ -2,8 +2,8 @@
 
 The first call loads libcuda and then libcufile, because libcufile (1.20) loads without libcuda but then does not work.
 The bindings 13.5.0 lose errors of reads and writes: they return a negative CUfileOpError as a count, and raise a
-ValueError for an errno. This module converts both to exceptions with the error number. For memory that libcufile fills
-after a call has returned, it uses ctypes. Source: ``cufile.h``.
+ValueError for an errno. This module converts both to exceptions with the error number. Memory that libcufile fills
+after a call has returned is allocated by ctypes. Source: ``cufile.h``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncArguments",
-    "batch_events",
     "call",
+    "fetch_batch_events",
     "format_version",
+    "get_slab_arrays",
     "get_string_parameter",
     "library_version",
     "load",
     "make_io_parameters",
     "make_io_vectors",
-    "make_slab_arrays",
     "properties",
     "register_file",
     "set_slab_arrays",
@@ -45,16 +45,18 @@ __all__ = [
     "use_count",
 ]
 
-_CUDA = "libcuda.so.1"
-_SONAME = "libcufile.so.0"
-_MODULE = "cuda.bindings.cufile"
+_CUDA_SONAME = "libcuda.so.1"
+_CUFILE_SONAME = "libcufile.so.0"
+_BINDINGS_MODULE = "cuda.bindings.cufile"
 _OPAQUE_FD = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
 _BATCH_MODE = 1  # CUFILE_BATCH
-_TEXT_BYTES = 4096  # Buffer size for a text parameter.
+_TEXT_BYTES_MAX = 4096  # Size of the buffer for a text parameter.
 _STATISTICS_FUNCTIONS = {1: "get_stats_l1", 2: "get_stats_l2", 3: "get_stats_l3"}
-_ADVICE = "install libcufile (of the CUDA toolkit, or pip install nvidia-cufile), or put its folder on LD_LIBRARY_PATH"
+_INSTALL_ADVICE = (
+    "install libcufile (of the CUDA toolkit, or pip install nvidia-cufile), or put its folder on LD_LIBRARY_PATH"
+)
 # The bindings raise "9 is not a valid OpError" for errno 9.
-_ERRNO_TEXT = re.compile(r"^(\d+) is not a valid OpError")
+_ERRNO_PATTERN = re.compile(r"^(\d+) is not a valid OpError")
 
 
 @functools.cache
@@ -66,21 +68,24 @@ def load() -> Any:
     SetupMissing
         A library or the bindings are missing, damaged or of the wrong version.
     """
-    _open(_CUDA, "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH")
+    _load_library(_CUDA_SONAME, "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH")
     not_found_error: SetupMissing | None = None
     try:
         # The bindings use a libcufile that is already loaded, so the loader's search path decides which one is used.
         # If the loader finds none, the bindings search other folders.
-        _open(_SONAME, _ADVICE)
+        _load_library(_CUFILE_SONAME, _INSTALL_ADVICE)
     except SetupMissing as error:
         if error.errno != errno.ENOENT:
             raise
         not_found_error = error
     try:
-        bindings = importlib.import_module(_MODULE)
+        bindings = importlib.import_module(_BINDINGS_MODULE)
     except ImportError as error:
         raise loader.setup_missing(
-            operation=f"import {_MODULE}", text=str(error), what_to_do=pip_install("cufile"), default_errno=errno.ENOENT
+            operation=f"import {_BINDINGS_MODULE}",
+            text=str(error),
+            what_to_do=pip_install("cufile"),
+            default_errno=errno.ENOENT,
         ) from error
     try:
         bindings.get_version()
@@ -110,16 +115,17 @@ def _call(
     arguments: dict[str, Any],
     *,
     error_arguments: dict[str, Any],
-    into: list[Any] | None = None,
+    results: list[Any] | None = None,
 ) -> Any:
-    """Call `function` of the bindings and return its result. An error contains `error_arguments`, not `arguments`.
+    """Call `function` of the bindings and return its result. An error shows `error_arguments` instead of `arguments`.
 
-    If there is a list `into`, the result is appended to it, and no signal handler runs between the two.
+    If `results` is given, the result is appended to this list and not returned. No signal handler runs between the call
+    and the append, so that an interrupt cannot lose the result.
     """
     bindings = load()
     try:
-        if into is not None:
-            into.extend(itertools.starmap(getattr(bindings, function), [tuple(arguments.values())]))
+        if results is not None:
+            results.extend(itertools.starmap(getattr(bindings, function), [tuple(arguments.values())]))
             return None
         return getattr(bindings, function)(*arguments.values())
     except bindings.cuFileError as error:
@@ -149,7 +155,7 @@ def transfer(operation: str, function: str, /, **arguments: Any) -> int:
             operation=operation, error_number=int(error.status), arguments=_make_printable(arguments)
         ) from error
     except ValueError as error:
-        match = _ERRNO_TEXT.match(str(error))
+        match = _ERRNO_PATTERN.match(str(error))
         if match is None:
             raise
         raise _results.make_errno_error(
@@ -175,22 +181,26 @@ def format_version() -> str:
 
 
 def use_count() -> int:
-    """Call cuFileUseCount by ctypes and return its result, because the bindings take the result for a status."""
+    """Call cuFileUseCount by ctypes and return its result. The bindings misread the result as an error status."""
     load()
-    function = ctypes.CDLL(_SONAME).cuFileUseCount
+    function = ctypes.CDLL(_CUFILE_SONAME).cuFileUseCount
     function.restype = ctypes.c_long
     return int(function())
 
 
 def register_file(fd: int, handles: list[int]) -> None:
     """Register a descriptor by cuFileHandleRegister and append its CUfileHandle_t to a list."""
-    description = load().Descr()
+    descriptor_struct = load().Descr()
     # The constructor does not set the memory to zero, and libcufile would use the random contents.
-    ctypes.memset(description.ptr, 0, ctypes.sizeof(ctypes.c_uint64) * 3)
-    description.type = _OPAQUE_FD
-    description.handle.fd = fd
+    ctypes.memset(descriptor_struct.ptr, 0, ctypes.sizeof(ctypes.c_uint64) * 3)
+    descriptor_struct.type = _OPAQUE_FD
+    descriptor_struct.handle.fd = fd
     _call(
-        "cuFileHandleRegister", "handle_register", {"descr": description.ptr}, error_arguments={"fd": fd}, into=handles
+        "cuFileHandleRegister",
+        "handle_register",
+        {"descr": descriptor_struct.ptr},
+        error_arguments={"fd": fd},
+        results=handles,
     )
 
 
@@ -236,7 +246,9 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_long))
 
 
-def batch_events(batch: int, *, count_min: int, count_max: int, timeout_s: float | None) -> list[tuple[int, int, int]]:
+def fetch_batch_events(
+    batch: int, *, count_min: int, count_max: int, timeout_s: float | None
+) -> list[tuple[int, int, int]]:
     """Call cuFileBatchIOGetStatus and return (cookie, status, result) of each event."""
     events = (_IoEvent * count_max)()
     count = ctypes.c_uint(count_max)
@@ -295,7 +307,7 @@ def statistics(level: int) -> bytes:
     """Return the raw statistics of one level, which :mod:`gdrkit.cufile._layout` decodes."""
     operation = f"cuFileGetStatsL{level}"
     if library_version() < _layout.STATISTICS_VERSION_MIN:
-        raise _results.missing_function(operation, version=format_version(), since="1.15")
+        raise _results.make_missing_function_error(operation, version=format_version(), since="1.15")
     buffer = ctypes.create_string_buffer(_layout.BUFFER_BYTES)
     call(operation, _STATISTICS_FUNCTIONS[level], stats=ctypes.addressof(buffer))
     return buffer.raw
@@ -327,7 +339,7 @@ def properties() -> tuple[int, ...]:
 
 def get_string_parameter(parameter: int) -> str:
     """Call cuFileGetParameterString and return the text."""
-    return str(call("cuFileGetParameterString", "get_parameter_string", param=parameter, len=_TEXT_BYTES))
+    return str(call("cuFileGetParameterString", "get_parameter_string", param=parameter, len=_TEXT_BYTES_MAX))
 
 
 def set_string_parameter(parameter: int, text: str) -> None:
@@ -336,7 +348,7 @@ def set_string_parameter(parameter: int, text: str) -> None:
     call("cuFileSetParameterString", "set_parameter_string", param=parameter, desc_str=ctypes.addressof(buffer))
 
 
-def make_slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def get_slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Call cuFileGetParameterPosixPoolSlabArray and return the sizes in KiB and the counts."""
     sizes, counts = (ctypes.c_size_t * count)(), (ctypes.c_size_t * count)()
     call(
@@ -362,7 +374,7 @@ def set_slab_arrays(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
     )
 
 
-def _open(soname: str, advice: str) -> None:
+def _load_library(soname: str, advice: str) -> None:
     operation = f"dlopen {soname}"
     loader.check_library(soname, operation=operation)
     try:
@@ -378,7 +390,7 @@ def _make_wrong_abi_error(operation: str, error: Exception) -> SetupMissing:
     return loader.setup_missing(
         api=Api.CUFILE,
         operation=operation,
-        text=f"{loader.find_library(_SONAME) or _SONAME}: {error}",
+        text=f"{loader.find_library(_CUFILE_SONAME) or _CUFILE_SONAME}: {error}",
         what_to_do="",
         default_errno=errno.ELIBBAD,
     )

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 __all__ = ["KvikioFile", "KvikioSettings", "KvikioTransfer", "apply_settings", "kvikio_version", "prefers_compat_mode"]
 
-_ADVICE = "pip install --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger, and numpy and packaging"
-_MODES = frozenset({"on", "off", "auto"})
-# A number of CUfileOpError in the text of an exception of kvikio.
-_CUFILE_NUMBER = re.compile(r"\b(5\d{3})\b")
+_INSTALL_ADVICE = "pip install --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger, and numpy and packaging"
+_COMPAT_MODES = frozenset({"on", "off", "auto"})
+# A CUfileOpError number in the text of a kvikio exception.
+_CUFILE_STATUS = re.compile(r"\b(5\d{3})\b")
 
 
 @dataclass(frozen=True, slots=True)
 class KvikioSettings:
-    """Settings of kvikio. Its other settings keep their defaults.
+    """Settings of kvikio that gdrkit changes. All other settings of kvikio keep their defaults.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class KvikioSettings:
     compat_mode: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.thread_count <= 0 or self.task_bytes <= 0 or self.compat_mode not in _MODES:
+        if self.thread_count <= 0 or self.task_bytes <= 0 or self.compat_mode not in _COMPAT_MODES:
             message = (
                 f"thread_count and task_bytes must be above 0, and compat_mode one of 'on', 'off', 'auto', not {self}"
             )
@@ -76,7 +76,7 @@ def _load() -> Any:
         return importlib.import_module("kvikio")
     except ImportError as error:
         raise loader.setup_missing(
-            operation="import kvikio", text=str(error), what_to_do=_ADVICE, default_errno=errno.ENOENT
+            operation="import kvikio", text=str(error), what_to_do=_INSTALL_ADVICE, default_errno=errno.ENOENT
         ) from error
 
 
@@ -117,11 +117,11 @@ class _Array:
 class KvikioTransfer:
     """A transfer that the threads of kvikio execute."""
 
-    def __init__(self, future: Any, operation: str, keep: object) -> None:
+    def __init__(self, future: Any, operation: str, memory_owners: object) -> None:
         self._future = future
         self._operation = operation
-        # The memory must not be freed before the transfer is over.
-        self._kept_memory = keep
+        # These references keep the memory and the file alive until the transfer is over.
+        self._memory_owners = memory_owners
 
     def bytes(self) -> int:
         """Wait for the transfer and return the number of bytes moved.
@@ -218,7 +218,7 @@ def _parse_error_text(operation: str, text: str) -> ApiError:
 
     kvikio has no error numbers. The text of its exception contains the numbers of cuFile, and the names of some errnos.
     """
-    statuses = map(int, _CUFILE_NUMBER.findall(text))
+    statuses = map(int, _CUFILE_STATUS.findall(text))
     status = next((candidate for candidate in statuses if candidate in _results.NAMES), None)
     if status is not None:
         return _results.error_of(operation=operation, status=status, arguments={"text": text})

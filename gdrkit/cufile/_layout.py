@@ -35,8 +35,8 @@ STAGED_SIZES_VERSION_MIN = 1180
 BUFFER_BYTES = 8192
 
 # Names of the counters in the order of the header. The first level has three groups: reads and writes, batches, and
-# vectors. In each group, pairs (a counter of successes and one of errors) precede single counters.
-_PAIRS_FIRST = (
+# vectors. Each group begins with pairs of counters (successes and errors), and single counters follow.
+_READ_WRITE_PAIRS = (
     "read_ops",
     "write_ops",
     "hdl_register_ops",
@@ -44,7 +44,7 @@ _PAIRS_FIRST = (
     "buf_register_ops",
     "buf_deregister_ops",
 )
-_SINGLES_FIRST = (
+_READ_WRITE_SINGLES = (
     "read_bytes",
     "write_bytes",
     "read_bw_bytes_per_sec",
@@ -56,7 +56,7 @@ _SINGLES_FIRST = (
     "read_lat_sum_us",
     "write_lat_sum_us",
 )
-_PAIRS_BATCH = (
+_BATCH_PAIRS = (
     "batch_submit_ops",
     "batch_complete_ops",
     "batch_setup_ops",
@@ -73,7 +73,7 @@ _PAIRS_BATCH = (
     "batch_mixed_io_submit_ops",
     "batch_total_submit_ops",
 )
-_SINGLES_BATCH = (
+_BATCH_SINGLES = (
     "batch_read_bytes",
     "batch_write_bytes",
     "batch_read_bw_bytes",
@@ -87,8 +87,8 @@ _SINGLES_BATCH = (
     "last_batch_read_bytes",
     "last_batch_write_bytes",
 )
-_PAIRS_VECTOR = ("readv_ops", "writev_ops")
-_SINGLES_VECTOR = (
+_VECTOR_PAIRS = ("readv_ops", "writev_ops")
+_VECTOR_SINGLES = (
     "readv_bytes",
     "writev_bytes",
     "readv_bw_bytes_per_sec",
@@ -100,8 +100,8 @@ _SINGLES_VECTOR = (
     "readv_lat_sum_us",
     "writev_lat_sum_us",
 )
-# The averages of the first level. Each value has the names of two counters: the sum, and the number of operations by
-# which libcufile divides it.
+# The averages of the first level by name. Each value names two counters: libcufile divides the first one (a sum) by the
+# second one (a number of operations).
 AVERAGES: Mapping[str, tuple[str, str]] = {
     "read_lat_avg_us": ("read_lat_sum_us", "read_ops"),
     "write_lat_avg_us": ("write_lat_sum_us", "write_ops"),
@@ -111,7 +111,7 @@ AVERAGES: Mapping[str, tuple[str, str]] = {
     "writev_lat_avg_us": ("writev_lat_sum_us", "writev_ops"),
 }
 # The counters of one GPU in the third level.
-_GPU_NAMES = (
+_GPU_COUNTER_NAMES = (
     "read_bytes",
     "read_bw_bytes_per_sec",
     "read_utilization",
@@ -150,9 +150,9 @@ _GPUS_MAX = 16
 
 def _list_basic_names(version: int) -> Iterator[str]:
     """Yield the names of the counters of the first level in their order."""
-    groups = [(_PAIRS_FIRST, _SINGLES_FIRST), (_PAIRS_BATCH, _SINGLES_BATCH)]
+    groups = [(_READ_WRITE_PAIRS, _READ_WRITE_SINGLES), (_BATCH_PAIRS, _BATCH_SINGLES)]
     if version >= VECTORS_VERSION_MIN:
-        groups.append((_PAIRS_VECTOR, _SINGLES_VECTOR))
+        groups.append((_VECTOR_PAIRS, _VECTOR_SINGLES))
     for pairs, singles in groups:
         for pair in pairs:
             yield pair
@@ -181,10 +181,10 @@ def unpack_gpu_counters(buffer: bytes, *, version: int) -> Iterator[tuple[bytes,
     begin = _count_basic_bytes(version) + 2 * _HISTOGRAM_COUNTERS * _COUNTER_BYTES
     (gpus_count,) = struct.unpack_from("<I", buffer, begin)
     begin += 8  # The number of GPUs has 4 bytes, and 4 bytes of padding follow.
-    layout = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU_NAMES)}Q")
+    layout = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU_COUNTER_NAMES)}Q")
     for index in range(min(gpus_count, _GPUS_MAX)):
         uuid, *values = layout.unpack_from(buffer, begin + index * layout.size)
-        yield uuid, dict(zip(_GPU_NAMES, values, strict=True))
+        yield uuid, dict(zip(_GPU_COUNTER_NAMES, values, strict=True))
 
 
 def _count_basic_bytes(version: int) -> int:

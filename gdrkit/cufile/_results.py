@@ -19,8 +19,8 @@ __all__ = [
     "error_of",
     "make_batch_status_error",
     "make_errno_error",
+    "make_missing_function_error",
     "make_result_error",
-    "missing_function",
 ]
 
 SUCCESS = 0
@@ -90,19 +90,21 @@ _NAMES_IN_ORDER = [
     "BATCH_NOCOMPAT_ERROR",
     "IO_MAX_ERROR",
 ]
-_BASE = 5000
+_STATUS_BASE = 5000
 NAMES: Mapping[int, str] = {
-    number: f"CU_FILE_{name}" for number, name in enumerate(_NAMES_IN_ORDER, start=_BASE + 1) if name != "-"
+    number: f"CU_FILE_{name}" for number, name in enumerate(_NAMES_IN_ORDER, start=_STATUS_BASE + 1) if name != "-"
 }
 
-_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_NO_CONTEXT = "make a CUDA context current in the calling thread"
+_CUDA_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_CONTEXT_ADVICE = "make a CUDA context current in the calling thread"
 # For DRIVER_NOT_INITIALIZED of cuFileDriverOpen. cuFile 1.15 and 1.20 return it if there is no direct path and compat
 # mode is not allowed.
-_NO_PATH = "load nvidia-fs or set up PCI P2PDMA, or allow compat mode (allow_compat_mode in cufile.json)"
-_UDEV = "check whether the file is on tmpfs or udev's database is missing; gdrkit.cufile.obstacles reports the cause"
-# Reason and advice for each number.
-_REASONS: dict[int, tuple[Reason, str]] = {
+_DIRECT_PATH_ADVICE = "load nvidia-fs or set up PCI P2PDMA, or allow compat mode (allow_compat_mode in cufile.json)"
+_UDEV_ADVICE = (
+    "check whether the file is on tmpfs or udev's database is missing; gdrkit.cufile.obstacles reports the cause"
+)
+
+_REASON_AND_ADVICE_BY_STATUS: dict[int, tuple[Reason, str]] = {
     DRIVER_NOT_INITIALIZED: (Reason.CLOSED, "open the driver first"),
     5006: (Reason.BUSY, "wait until the driver is closed"),
     PLATFORM_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
@@ -122,7 +124,7 @@ _REASONS: dict[int, tuple[Reason, str]] = {
     5024: (Reason.BAD_ARGUMENT, "register the memory first"),
     PERMISSION_DENIED: (Reason.NO_PERMISSION, ""),
     5026: (Reason.BUSY, "set the parameter while the driver is closed"),
-    HANDLE_NOT_REGISTERED: (Reason.NOT_SUPPORTED, _UDEV),
+    HANDLE_NOT_REGISTERED: (Reason.NOT_SUPPORTED, _UDEV_ADVICE),
     5028: (Reason.BUSY, "use the existing handle; this descriptor is already registered"),
     5029: (Reason.NO_DEVICE, ""),
     5033: (Reason.LIBRARY_MISSING, "load libcuda.so.1 first, and nvidia-fs if direct transfers need it"),
@@ -132,9 +134,9 @@ _REASONS: dict[int, tuple[Reason, str]] = {
     ASYNC_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
     5043: (Reason.OUT_OF_MEMORY, ""),
 }
-_UNSUPPORTED = frozenset({PLATFORM_NOT_SUPPORTED, IO_NOT_SUPPORTED, 5009, ASYNC_NOT_SUPPORTED})
+_UNSUPPORTED_STATUSES = frozenset({PLATFORM_NOT_SUPPORTED, IO_NOT_SUPPORTED, 5009, ASYNC_NOT_SUPPORTED})
 
-_ERRNO_REASONS = {
+_REASON_BY_ERRNO = {
     _errno.EACCES: Reason.NO_PERMISSION,
     _errno.EPERM: Reason.NO_PERMISSION,
     _errno.EBADF: Reason.BAD_DESCRIPTOR,
@@ -146,16 +148,16 @@ _ERRNO_REASONS = {
 def error_of(
     *, operation: str, status: int, cuda_status: int | None = None, arguments: Mapping[str, object]
 ) -> ApiError:
-    """Return the exception for a CUfileOpError. It is ``Unsupported`` if the call can never work on this machine.
+    """Return the exception for a CUfileOpError: ``Unsupported`` if the call can never work on this machine.
 
-    A CUresult of the error is added to the arguments as ``cu_err``.
+    `cuda_status` is the CUresult of the error. The exception has it among its arguments, as ``cu_err``.
     """
-    reason, what_to_do = _REASONS.get(status, (Reason.OTHER, ""))
-    if cuda_status == _INVALID_CONTEXT:
-        what_to_do = _NO_CONTEXT
+    reason, what_to_do = _REASON_AND_ADVICE_BY_STATUS.get(status, (Reason.OTHER, ""))
+    if cuda_status == _CUDA_INVALID_CONTEXT:
+        what_to_do = _CONTEXT_ADVICE
     if (operation, status) == ("cuFileDriverOpen", DRIVER_NOT_INITIALIZED):
-        reason, what_to_do = Reason.NOT_SUPPORTED, _NO_PATH
-    error_class = Unsupported if status in _UNSUPPORTED else ApiError
+        reason, what_to_do = Reason.NOT_SUPPORTED, _DIRECT_PATH_ADVICE
+    error_class = Unsupported if status in _UNSUPPORTED_STATUSES else ApiError
     return error_class(
         api=Api.CUFILE,
         operation=operation,
@@ -169,7 +171,7 @@ def error_of(
 
 def make_result_error(*, operation: str, result: int, arguments: Mapping[str, object]) -> ApiError:
     """Return the exception for the negative result of a transfer: a negative CUfileOpError, or a negative errno."""
-    if result < -_BASE:
+    if result < -_STATUS_BASE:
         return error_of(operation=operation, status=-result, arguments=arguments)
     return make_errno_error(operation=operation, error_number=-result, arguments=arguments)
 
@@ -183,14 +185,14 @@ def make_errno_error(*, operation: str, error_number: int, arguments: Mapping[st
         status_name=errno_name(error_number),
         errno=error_number,
         arguments=arguments,
-        reason=_ERRNO_REASONS.get(error_number, Reason.OTHER),
+        reason=_REASON_BY_ERRNO.get(error_number, Reason.OTHER),
         # Without a current CUDA context, an asynchronous call cannot allocate memory and fails with ENOMEM.
-        what_to_do=_NO_CONTEXT if error_number == _errno.ENOMEM and operation.endswith("Async") else "",
+        what_to_do=_CONTEXT_ADVICE if error_number == _errno.ENOMEM and operation.endswith("Async") else "",
     )
 
 
 def make_batch_status_error(*, operation: str, status_name: str, arguments: Mapping[str, object]) -> ApiError:
-    """Return the exception for a transfer of a batch that ended with a status other than COMPLETE and without errno."""
+    """Return the exception for a transfer of a batch that ended with an error status, but without an errno."""
     return ApiError(
         api=Api.CUFILE,
         operation=operation,
@@ -201,7 +203,7 @@ def make_batch_status_error(*, operation: str, status_name: str, arguments: Mapp
     )
 
 
-def missing_function(operation: str, *, version: str, since: str) -> Unsupported:
+def make_missing_function_error(operation: str, *, version: str, since: str) -> Unsupported:
     """Return the exception for a call that this version of libcufile does not have."""
     return Unsupported(
         api=Api.CUFILE,

@@ -174,7 +174,7 @@ class IoBatch:
             raise UsageError(message)
         if not self._requests:
             return []
-        results = _cufile.batch_events(
+        results = _cufile.fetch_batch_events(
             self._batch_id, count_min=count_min, count_max=max(self.capacity, 1), timeout_s=timeout_s
         )
         events = [_parse_event(self._requests.pop(cookie), status, result) for cookie, status, result in results]

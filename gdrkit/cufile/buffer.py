@@ -1,4 +1,4 @@
-"""Memory for transfers by cuFile: ranges of it, its registration, and a cache of registrations.
+"""Memory for transfers by cuFile: ranges of memory, registered buffers, and a cache of registrations.
 
 cuFile finds a registration by the first byte of the registered memory. A transfer therefore passes this address and an
 offset; with any other address, cuFile copies through its own pinned buffers.
@@ -33,7 +33,7 @@ __all__ = [
     "find_registration",
 ]
 
-# The registrations of this process by the address of the first byte, as libcufile has them.
+# The open registrations of this process, by the address of their first byte. libcufile has the same ones.
 _registrations: dict[int, RegisteredBuffer] = {}
 # The largest value of off_t and ssize_t.
 _OFFSET_MAX = (1 << 63) - 1
@@ -143,8 +143,8 @@ class RegisteredBuffer:
         self.memory = memory
         self._address = memory.address
         # The stream that got the newest asynchronous transfer of this memory.
-        self._stream: CudaStream | None = None
-        self._is_queueing = False
+        self._last_stream: CudaStream | None = None
+        self._is_queueing_transfer = False
         # A signal handler may call use_stream() while its thread has the lock.
         self._lock = forks.ForkSafeLock(reentrant=True)
         with memory.current():
@@ -172,36 +172,37 @@ class RegisteredBuffer:
         Raises
         ------
         UsageError
-            ``BUSY``: the work of another stream is not done, or a signal handler interrupts the block of its thread.
+            ``BUSY``: the work of another stream is not done, or the caller is a signal handler that has interrupted
+            such a block.
         """
-        # The lock is held during the block. Until the transfer is queued, another thread would find no work on this
-        # stream.
+        # The lock is held during the block, because a query of the stream shows no work until the transfer is queued.
+        # Another thread would use the memory on its own stream meanwhile.
         with self._lock:
-            if self._is_queueing:
+            if self._is_queueing_transfer:
                 message = f"{operation} cannot use memory for which the interrupted call is queueing a transfer"
                 raise UsageError(message, reason=Reason.BUSY, what_to_do="queue the transfer after the signal handler")
-            self._is_queueing = True
+            self._is_queueing_transfer = True
             try:
                 self._check_stream(stream, operation)
-                self._stream = stream
+                self._last_stream = stream
                 yield
             finally:
-                self._is_queueing = False
+                self._is_queueing_transfer = False
 
     def _check_stream(self, stream: CudaStream, operation: str) -> None:
-        other_stream = self._stream
-        if other_stream is not None and (
-            other_stream.closed or other_stream.handle == stream.handle or other_stream.query()
+        busy_stream = self._last_stream
+        if busy_stream is not None and (
+            busy_stream.closed or busy_stream.handle == stream.handle or busy_stream.query()
         ):
-            other_stream = None
-        if other_stream is not None and _allows_compat_mode():
+            busy_stream = None
+        if busy_stream is not None and _allows_compat_mode():
             message = (
                 f"{operation} on stream {stream.handle:#x} cannot use the memory registered at {self._address:#x} "
-                f"({self._length_bytes} bytes), because stream {other_stream.handle:#x} has not finished its work "
+                f"({self._length_bytes} bytes), because stream {busy_stream.handle:#x} has not finished its work "
                 "with this memory, and libcufile mixes up the bytes of several streams in compat mode"
             )
             what_to_do = (
-                f"queue all transfers of this memory on one stream, or synchronize stream {other_stream.handle:#x} "
+                f"queue all transfers of this memory on one stream, or synchronize stream {busy_stream.handle:#x} "
                 "first; if every transfer must be direct, set allow_compat_mode to false in cufile.json"
             )
             raise UsageError(message, reason=Reason.BUSY, what_to_do=what_to_do)
@@ -238,9 +239,9 @@ def find_registration(address: int) -> RegisteredBuffer | None:
 class BufferCache:
     """A cache of registrations with cuFile, for later transfers. The methods are thread-safe.
 
-    If the owner of the memory calls the cache before it frees the memory (:class:`OwnedMemory`), the memory stays
-    registered until then. Other memory is registered only while a transfer uses it, because freed memory that is still
-    pinned would be lost until the process ends.
+    An :class:`OwnedMemory` stays registered until its owner frees it, because the owner calls the cache before that.
+    Other memory is registered only while a transfer uses it, because freed memory that is still pinned would be lost
+    until the process ends.
 
     Parameters
     ----------
@@ -293,7 +294,7 @@ class BufferCache:
         entry = self._entries.get(memory.address)
         if entry is None:
             return None
-        entry.lease_count += 1  # From now on, no signal handler deregisters the memory.
+        entry.lease_count += 1  # From now on, no signal handler of this thread deregisters the memory.
         if entry.is_registered and entry.memory.length_bytes >= memory.length_bytes:
             return entry
         self._end_lease(entry)
@@ -309,7 +310,7 @@ class BufferCache:
         if existing is not entry:
             if existing.buffer is None or not existing.buffer.closed:
                 return None  # cuFile accepts no second registration of an address.
-            self._entries[memory.address] = entry  # The driver has deregistered the memory at its end.
+            self._entries[memory.address] = entry  # The driver has deregistered the memory when it was closed.
         try:
             if isinstance(memory, OwnedMemory) and memory.owned:
                 entry.stays_registered = True
@@ -345,7 +346,7 @@ class BufferCache:
             self._deregister(entry)
 
     def _deregister_unused(self) -> int:
-        """Deregister all memory that no transfer uses. Return the number of registrations."""
+        """Deregister all memory that no transfer uses, and return how many registrations that were."""
         unused_entries = [entry for entry in tuple(self._entries.values()) if entry.lease_count == 0]
         for entry in unused_entries:
             self._deregister(entry)
@@ -385,7 +386,7 @@ class _CacheEntry:
 
 
 def _allows_compat_mode() -> bool:
-    """Return whether libcufile may copy through host memory. It may if this version does not have the parameter.
+    """Return whether libcufile may copy through host memory. A version without this parameter may.
 
     The properties of the driver have the same flag, but their query makes transfers on streams fail
     (:meth:`gdrkit.cufile.Driver.properties`).

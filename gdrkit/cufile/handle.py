@@ -53,8 +53,8 @@ class FileHandle:
             raise UsageError(message, reason=Reason.BAD_DESCRIPTOR)
         self.driver = driver
         self.fd = fd
-        self._keep = keep
-        self._native_handles: list[int] = []  # One CUfileHandle_t, when the file is registered.
+        self._descriptor_owner = keep
+        self._native_handles: list[int] = []  # The CUfileHandle_t of the file, or empty before the registration.
         # A stream reads and writes the arguments of its transfers after the call, so they must be kept alive.
         self._pending: set[PendingTransfer] = set()
         self._is_closed = False
@@ -174,7 +174,7 @@ class FileHandle:
         self._is_closed = True
         for native_handle in self._native_handles:
             deregister(native_handle)
-        self._keep = None
+        self._descriptor_owner = None
         self._remove_close_callback()
         self._handle.release()
 
@@ -195,7 +195,7 @@ class FileHandle:
         self, operation: str, function: str, parts: Sequence[BufferRange], file_offset_bytes: int
     ) -> int:
         if _cufile.library_version() < _layout.VECTORS_VERSION_MIN:
-            raise _results.missing_function(operation, version=_cufile.format_version(), since="1.19")
+            raise _results.make_missing_function_error(operation, version=_cufile.format_version(), since="1.19")
         if not parts:
             message = "parts must have at least one part of memory"
             raise UsageError(message)

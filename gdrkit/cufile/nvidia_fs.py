@@ -1,7 +1,7 @@
 """Reader of the counters of the kernel driver nvidia-fs, in /proc/driver/nvidia-fs.
 
-The driver counts for the whole machine. So the counters prove a transfer of this process only if no other process uses
-nvidia-fs at the same time. Source of the format: ``src/nvfs-stat.c`` of gds-nvidia-fs 2.28.
+The driver counts the transfers of all processes. So the counters prove a transfer of this process only if no other
+process uses nvidia-fs at the same time. Source of the format: ``src/nvfs-stat.c`` of gds-nvidia-fs 2.28.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NvidiaFs", "Tree", "read_nvidia_fs"]
 
-_FOLDER = "/proc/driver/nvidia-fs"
-_PAIR = re.compile(r"([A-Za-z][\w()%/-]*)=(\d+)")
+_PROC_FOLDER = "/proc/driver/nvidia-fs"
+_COUNTER = re.compile(r"([A-Za-z][\w()%/-]*)=(\d+)")
 _MIB_BYTES = 1 << 20
 
 
@@ -62,7 +62,7 @@ class NvidiaFs:
 
 def read_nvidia_fs(tree: Tree) -> NvidiaFs | None:
     """Read and return the counters. Return None if nvidia-fs is not loaded."""
-    text = tree.text(f"{_FOLDER}/stats")
+    text = tree.text(f"{_PROC_FOLDER}/stats")
     if text is None:
         return None
     counters: dict[str, int] = {}
@@ -72,8 +72,8 @@ def read_nvidia_fs(tree: Tree) -> NvidiaFs | None:
         line_name = title.strip()
         if line_name == "Active Process":
             process_count = int(values) if values.strip().isdecimal() else 0
-        counters |= {f"{line_name}.{key}": int(value) for key, value in _PAIR.findall(values)}
-    modules = tree.text(f"{_FOLDER}/modules") or ""
+        counters |= {f"{line_name}.{key}": int(value) for key, value in _COUNTER.findall(values)}
+    modules = tree.text(f"{_PROC_FOLDER}/modules") or ""
     return NvidiaFs(
         counting="IO stats: Enabled" in text,
         process_count=process_count,

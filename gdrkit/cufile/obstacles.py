@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Cause", "Obstacle", "file_storage", "obstacles", "request_obstacles"]
 
-_UDEV = "/run/udev/data"
+_UDEV_FOLDER = "/run/udev/data"
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 # File systems that hide the device with the data.
 _LAYERED_FILE_SYSTEMS = frozenset({"overlay", "fuse", "9p"})
-_ALIGNMENT_BYTES = 4096
+_DIRECT_ALIGNMENT_BYTES = 4096
 # The file systems on block devices that libcufile supports. It finds their devices in udev's database.
 _BLOCK_FILE_SYSTEMS = frozenset({"ext4", "xfs"})
 
@@ -76,7 +76,7 @@ class FileStorage:
     @property
     def udev_entry(self) -> str:
         """Path of the device's entry in udev's database."""
-        return f"{_UDEV}/b{self.major}:{self.minor}"
+        return f"{_UDEV_FOLDER}/b{self.major}:{self.minor}"
 
 
 def file_storage(tree: Tree, fd: int) -> FileStorage:
@@ -120,12 +120,12 @@ def request_obstacles(*, offset_bits: int, host_memory: bool = False) -> tuple[O
     found_obstacles = []
     if host_memory:
         found_obstacles.append(Obstacle(Cause.HOST_MEMORY, "the memory is host memory", "read into memory of a GPU"))
-    if offset_bits % _ALIGNMENT_BYTES:
+    if offset_bits % _DIRECT_ALIGNMENT_BYTES:
         found_obstacles.append(
             Obstacle(
                 Cause.UNALIGNED,
-                f"an offset or the length is not a multiple of {_ALIGNMENT_BYTES} bytes",
-                f"align them to {_ALIGNMENT_BYTES} bytes",
+                f"an offset or the length is not a multiple of {_DIRECT_ALIGNMENT_BYTES} bytes",
+                f"align them to {_DIRECT_ALIGNMENT_BYTES} bytes",
             )
         )
     return tuple(found_obstacles)
@@ -154,8 +154,8 @@ def _find_file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterato
 
 
 def _find_storage_obstacles(tree: Tree, storage: FileStorage) -> Iterator[Obstacle]:
-    udev_text = tree.text(storage.udev_entry)
-    if udev_text is None or "E:ID_FS_USAGE=filesystem" not in udev_text.splitlines():
+    udev_entry_text = tree.text(storage.udev_entry)
+    if udev_entry_text is None or "E:ID_FS_USAGE=filesystem" not in udev_entry_text.splitlines():
         yield Obstacle(
             Cause.NO_UDEV_DATABASE,
             f"{storage.udev_entry} has no ID_FS_USAGE=filesystem, so libcufile does not find the device of the file",

@@ -75,7 +75,7 @@ class Text(enum.IntEnum):
 
 
 # The parameters that cuFileDriverGetProperties reports. Older versions of libcufile discard their staged values.
-_PROPERTIES = frozenset(
+_DRIVER_PROPERTIES = frozenset(
     {
         Size.MAX_DIRECT_IO_SIZE_KB,
         Size.MAX_DEVICE_CACHE_SIZE_KB,
@@ -90,7 +90,7 @@ _PROPERTIES = frozenset(
 
 def keeps_staged_size(parameter: Size, *, version: int) -> bool:
     """Return whether libcufile of this version (1150 is 1.15) keeps a staged value when the driver opens."""
-    return parameter not in _PROPERTIES or version >= _layout.STAGED_SIZES_VERSION_MIN
+    return parameter not in _DRIVER_PROPERTIES or version >= _layout.STAGED_SIZES_VERSION_MIN
 
 
 def size(parameter: Size) -> int:
@@ -156,7 +156,7 @@ def set_text(parameter: Text, value: str) -> None:
 
 def posix_pool(count: int = 3) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the sizes in KiB and the counts of the pinned buffers of compat mode. `count` is the number of sizes."""
-    return _cufile.make_slab_arrays(count)
+    return _cufile.get_slab_arrays(count)
 
 
 def set_posix_pool(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:

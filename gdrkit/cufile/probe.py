@@ -23,13 +23,13 @@ from gdrkit.forks import ForkSafeLock
 
 __all__ = ["TIMEOUT_S", "ProbeResult", "main", "probe", "require"]
 
-# An open that succeeds takes less than a second. The rest is a margin for busy machines.
+# A successful open takes less than a second on an idle machine. The limit is much larger, for busy machines.
 TIMEOUT_S = 30.0
 _OPERATION = "cuFileDriverOpen in a child process"
-_OUTPUT_CHARACTERS_MAX = 400
+_QUOTED_OUTPUT_CHARACTERS_MAX = 400
 _OUTPUT_NAME, _ERROR_OUTPUT_NAME = "output", "error_output"
-_MODULES = Path("/proc/modules")
-_NO_MODULES = "use a kernel with loadable modules: without /proc/modules, libcufile loops forever"
+_PROC_MODULES = Path("/proc/modules")
+_NO_MODULES_ADVICE = "use a kernel with loadable modules: without /proc/modules, libcufile loops forever"
 
 _lock = ForkSafeLock(reentrant=True)
 # The result of the first successful probe, or an empty list.
@@ -65,7 +65,7 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
     lines = output.splitlines()
     result = json.loads(lines[-1]) if status == 0 and lines else None
     if result is None:
-        error_text = error_output.strip()[-_OUTPUT_CHARACTERS_MAX:]
+        error_text = error_output.strip()[-_QUOTED_OUTPUT_CHARACTERS_MAX:]
         detail = _describe_exit(status) + (f"; it printed: {error_text}" if error_text else "")
         raise _make_probe_error(detail, Reason.OTHER)
     if "failure" in result:
@@ -122,8 +122,8 @@ def main() -> int:
 def _run_child(folder: str, timeout_s: float) -> int:
     """Run the child with its output in files of the folder, and return its exit status.
 
-    An exception of a signal handler, such as Ctrl-C, ends the child too. The terminal does not, because the child is in
-    another session.
+    The child is in its own session, so Ctrl-C in the terminal does not reach it. Ctrl-C raises an exception in this
+    function, which then ends the child.
     """
     child = SpawnedChild()
     try:
@@ -139,7 +139,9 @@ def _run_child(folder: str, timeout_s: float) -> int:
         detail = f"the child did not end within {timeout_s:g} s and was killed"
         if kill_failure := child.end():
             detail += f"; {kill_failure}"
-        raise _make_probe_error(detail, Reason.TIMEOUT, what_to_do="" if _MODULES.exists() else _NO_MODULES) from error
+        raise _make_probe_error(
+            detail, Reason.TIMEOUT, what_to_do="" if _PROC_MODULES.exists() else _NO_MODULES_ADVICE
+        ) from error
     finally:
         child.end()
 

@@ -169,7 +169,8 @@ class RouteMonitor:
         statistics_error = error_before or error_after
         self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=request, statistics_error=statistics_error)
         if self.proof.state is not RouteState.PROVEN:
-            # Only these proofs need the causes. Finding them reads several files, which would delay short transfers.
+            # Only a missing proof needs the causes. The search for them reads several files, which takes longer than a
+            # short transfer.
             causes = (*request, *obstacles(self._tree, fd, compat_forced=_is_compat_forced()))
             self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=causes, statistics_error=statistics_error)
 
@@ -206,8 +207,8 @@ def proof_from_counters(
     increases = _select_transfer_counters(delta)
     if counts.get(Route.POSIX):
         return Proof(Route.POSIX, RouteState.FELL_BACK, "cufile statistics", increases, causes or (_UNEXPLAINED,))
-    if uncounted_transfers := _count_transfers_without_route(delta):
-        text = f"libcufile does not count the route of {format_count(uncounted_transfers, 'transfer')}"
+    if uncounted_count := _count_transfers_without_route(delta):
+        text = f"libcufile does not count the route of {format_count(uncounted_count, 'transfer')}"
         advice = "use FileHandle.read and write instead of batches and vectors, because libcufile counts their routes"
         return Proof(
             Route.UNKNOWN, RouteState.UNPROVEN, "", increases, (Obstacle(Cause.NOT_COUNTED, text, advice), *causes)
@@ -238,8 +239,8 @@ def _count_transfers_by_route(delta: StatisticsSnapshot) -> dict[Route, int]:
         route: delta.total(f"n_{route.value}_reads") + delta.total(f"n_{route.value}_writes")
         for route in (Route.P2P, Route.NVFS, Route.POSIX)
     }
-    # The first level has counters of batches. libcufile counts a batch there, and in some versions in the third level,
-    # too. A batch that went through host memory must always be visible, even beside direct reads.
+    # libcufile counts batches in the first level, and some versions count them in the third level, too. The larger
+    # POSIX count is returned, so that a batch through host memory is visible even beside direct reads.
     batch_counts = {
         Route.P2P: delta.basic.get("batch_p2p_submit_ops", 0),
         Route.NVFS: delta.basic.get("batch_nvfs_submit_ops", 0),

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["GpuCounters", "Level", "Statistics", "StatisticsSnapshot"]
 
 # Names of rates, which libcufile derives from counters.
-_RATE = re.compile(r"_bw(_|$)|_per_sec$|_utilization$")
+_RATE_NAME = re.compile(r"_bw(_|$)|_per_sec$|_utilization$")
 # Values about the last batch are not counters.
-_LAST_BATCH = "last_batch_"
+_LAST_BATCH_PREFIX = "last_batch_"
 
 
 class Level(enum.IntEnum):
@@ -156,16 +156,18 @@ class Statistics:
     @staticmethod
     def _check_version() -> None:
         if _cufile.library_version() < _layout.STATISTICS_VERSION_MIN:
-            raise _results.missing_function("cuFileGetStatsLevel", version=_cufile.format_version(), since="1.15")
+            raise _results.make_missing_function_error(
+                "cuFileGetStatsLevel", version=_cufile.format_version(), since="1.15"
+            )
 
 
 def _compute_increases(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     """Return the increase of each counter that has changed; see :meth:`StatisticsSnapshot.since`."""
     increases: dict[str, int] = {}
     for name, value in now.items():
-        if value == before.get(name, 0) or _RATE.search(name):
+        if value == before.get(name, 0) or _RATE_NAME.search(name):
             continue
-        increases[name] = value if name.startswith(_LAST_BATCH) else value - before.get(name, 0)
+        increases[name] = value if name.startswith(_LAST_BATCH_PREFIX) else value - before.get(name, 0)
     for average_name, (sum_name, count_name) in _layout.AVERAGES.items():
         increases.pop(average_name, None)
         if increases.get(count_name, 0) > 0:

@@ -48,7 +48,7 @@ class PendingTransfer:
         self._operation = operation
         self._stream: CudaStream | None = stream
         self._transfer = transfer
-        self._on_end = on_end
+        self._end_callback = on_end
         self._arguments = _cufile.AsyncArguments(
             length_bytes=transfer.length_bytes,
             file_offset=transfer.file_offset_bytes,
@@ -91,7 +91,7 @@ class PendingTransfer:
         if not self.done:
             message = f"{self._operation} is not done"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="synchronize the stream first")
-        self._on_end(self)
+        self._end_callback(self)
         result = self._arguments.result
         if result < 0:
             arguments = {"size": self._transfer.length_bytes, "file_offset": self._transfer.file_offset_bytes}

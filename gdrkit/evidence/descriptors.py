@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["HeldDmabuf", "descriptors", "device_nodes", "held_dmabufs"]
 
 # The target of a descriptor of a dma-buf is "/dmabuf:" and the name that its exporter or user gave it.
-_DMABUF = "/dmabuf:"
-_INFO = re.compile(r"^(?P<name>size|exp_name|ino):\s*(?P<value>\S+)\s*$", re.MULTILINE)
-_DEVICES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
+_DMABUF_PREFIX = "/dmabuf:"
+_FDINFO_FIELD = re.compile(r"^(?P<name>size|exp_name|ino):\s*(?P<value>\S+)\s*$", re.MULTILINE)
+_DEVICE_PREFIXES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,10 @@ def held_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple
     """
     dmabuf_by_inode = {}
     for number, target in targets.items():
-        if not target.startswith(_DMABUF):
+        if not target.startswith(_DMABUF_PREFIX):
             continue
         # The descriptor may have been closed meanwhile. The text is then None.
-        values = dict(_INFO.findall(tree.text(f"/proc/{process}/fdinfo/{number}") or ""))
+        values = dict(_FDINFO_FIELD.findall(tree.text(f"/proc/{process}/fdinfo/{number}") or ""))
         if values.get("size", "").isdecimal() and "exp_name" in values:
             inode = int(values["ino"]) if values.get("ino", "").isdecimal() else 0
             # Without an inode number, two descriptors of one dma-buf cannot be told from two dma-bufs.
@@ -94,7 +94,7 @@ def device_nodes() -> tuple[DeviceNode, ...]:
     """
     nodes = {}
     for descriptor, path in descriptors().items():
-        if not path.startswith(_DEVICES):
+        if not path.startswith(_DEVICE_PREFIXES):
             continue
         try:
             status = os.fstat(descriptor)

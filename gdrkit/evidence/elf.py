@@ -1,7 +1,7 @@
 """Parser of ELF files that returns SONAME, build id and notes.
 
 The parser is strict. It checks every offset and length against the file before use, so that a truncated or damaged file
-gives an error and never a wrong result. Source of truth: the System V ABI (gABI chapters 4 and 5) and elf.h.
+gives an error and never a wrong result. Sources: the System V ABI (gABI chapters 4 and 5) and elf.h.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["ElfFile", "ElfNote", "parse_elf", "read_elf"]
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
 _NOTE_HEADER = struct.Struct("<III")
-_DYNAMIC = struct.Struct("<qQ")
+_DYNAMIC_ENTRY = struct.Struct("<qQ")
 
 _PT_LOAD, _PT_DYNAMIC, _PT_NOTE = 1, 2, 4
 _DT_NULL, _DT_STRTAB, _DT_STRSZ, _DT_SONAME = 0, 5, 10, 14
 _NT_GNU_BUILD_ID = 3
 
 # These limits are larger than any linker output. A damaged length must not make the parser read gigabytes.
-_LARGEST_NOTES_BYTES = 1 << 20
-_LARGEST_DYNAMIC_BYTES = 1 << 20
-_LARGEST_NAME_BYTES = 4096
+_NOTES_BYTES_MAX = 1 << 20
+_DYNAMIC_BYTES_MAX = 1 << 20
+_NAME_BYTES_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ElfFile:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A segment from the table of program headers: where it is in the file, and its address when it is loaded."""
+    """A segment from the table of program headers: its place in the file, and its address when the file is loaded."""
 
     segment_type: int
     offset: int
@@ -135,16 +135,18 @@ def _parse(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> El
 def _read_segments(read: Callable[[int, int, str], bytes], name: str) -> Iterator[_Segment]:
     header = _HEADER.unpack(read(0, _HEADER.size, "the ELF header"))
     # The fields e_ident, e_phoff, e_phentsize and e_phnum.
-    ident, table_offset, entry_bytes, count = header[0], header[5], header[9], header[10]
-    if ident[:4] != b"\x7fELF":
+    magic_and_class, table_offset, entry_bytes, count = header[0], header[5], header[9], header[10]
+    if magic_and_class[:4] != b"\x7fELF":
         raise _make_damaged_error(name, "it does not begin with the ELF magic")
-    if ident[4:7] != b"\x02\x01\x01":
+    if magic_and_class[4:7] != b"\x02\x01\x01":
         raise _make_damaged_error(name, "not ELF64, little-endian, version 1")
     if entry_bytes != _PROGRAM_HEADER.size or count == 0:
         raise _make_damaged_error(name, f"{count} program headers of {entry_bytes} bytes")
     table = read(table_offset, entry_bytes * count, "the table of program headers")
     for header_fields in _PROGRAM_HEADER.iter_unpack(table):
-        segment_type, _flags, offset, address, _physical, length_bytes, _memory, alignment_bytes = header_fields
+        segment_type, _flags, offset, address, _physical_address, length_bytes, _memory_bytes, alignment_bytes = (
+            header_fields
+        )
         yield _Segment(segment_type, offset, address, length_bytes, alignment_bytes)
 
 
@@ -152,7 +154,7 @@ def _read_notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment
     for segment in segments:
         if segment.segment_type != _PT_NOTE:
             continue
-        if segment.length_bytes > _LARGEST_NOTES_BYTES:
+        if segment.length_bytes > _NOTES_BYTES_MAX:
             raise _make_damaged_error(name, f"a note segment of {segment.length_bytes} bytes")
         data = read(segment.offset, segment.length_bytes, "a note segment")
         for owner, kind, content in _parse_notes(data, segment, name):
@@ -177,14 +179,14 @@ def _parse_notes(data: bytes, segment: _Segment, name: str) -> Iterator[tuple[st
 
 
 def _read_soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> str | None:
-    dynamic = next((segment for segment in segments if segment.segment_type == _PT_DYNAMIC), None)
-    if dynamic is None:
+    dynamic_segment = next((segment for segment in segments if segment.segment_type == _PT_DYNAMIC), None)
+    if dynamic_segment is None:
         return None
-    if dynamic.length_bytes > _LARGEST_DYNAMIC_BYTES:
-        raise _make_damaged_error(name, f"a dynamic section of {dynamic.length_bytes} bytes")
-    data = read(dynamic.offset, dynamic.length_bytes, "the dynamic section")
+    if dynamic_segment.length_bytes > _DYNAMIC_BYTES_MAX:
+        raise _make_damaged_error(name, f"a dynamic section of {dynamic_segment.length_bytes} bytes")
+    data = read(dynamic_segment.offset, dynamic_segment.length_bytes, "the dynamic section")
     entries: dict[int, int] = {}
-    for tag, value in _DYNAMIC.iter_unpack(data[: len(data) // _DYNAMIC.size * _DYNAMIC.size]):
+    for tag, value in _DYNAMIC_ENTRY.iter_unpack(data[: len(data) // _DYNAMIC_ENTRY.size * _DYNAMIC_ENTRY.size]):
         if tag == _DT_NULL:
             break
         entries.setdefault(tag, value)
@@ -193,9 +195,9 @@ def _read_soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segmen
     if _DT_STRTAB not in entries or entries[_DT_SONAME] >= entries.get(_DT_STRSZ, 0):
         raise _make_damaged_error(name, "the SONAME lies outside of the string table")
     begin = _find_file_offset(segments, entries[_DT_STRTAB], name) + entries[_DT_SONAME]
-    length_bytes = min(entries[_DT_STRSZ] - entries[_DT_SONAME], _LARGEST_NAME_BYTES)
-    text, end, _rest = read(begin, length_bytes, "the string table").partition(b"\0")
-    if not end:
+    length_bytes = min(entries[_DT_STRSZ] - entries[_DT_SONAME], _NAME_BYTES_MAX)
+    text, terminator, _rest = read(begin, length_bytes, "the string table").partition(b"\0")
+    if not terminator:
         raise _make_damaged_error(name, "the SONAME has no end")
     return text.decode("utf-8", "backslashreplace")
 

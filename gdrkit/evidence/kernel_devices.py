@@ -48,7 +48,7 @@ _NVIDIA_CHARDEV_DRIVERS = frozenset({"nvidia", "nvidia-frontend", "nvidiactl"})
 _NVIDIA_CARDS_MAX = 32
 # nv_ioctl_card_info_t, nv_ioctl_rm_api_version_t and the numbers of their ioctls.
 _CARD_INFO = struct.Struct("=B3xIBBBxHHIH2xQQQQI10s2x")
-_CARD_MINOR_FIELD = 13
+_CARD_MINOR_INDEX = 13
 _RM_VERSION = struct.Struct("=II64s")
 _RM_VERSION_QUERY, _RM_VERSION_RECOGNIZED = ord("2"), 1
 _CARD_INFO_IOCTL, _RM_VERSION_IOCTL = 200, 210
@@ -57,11 +57,11 @@ _UVERBS_CHARDEV_DRIVER = "infiniband_verbs"
 # Fields of struct ib_uverbs_ioctl_hdr: length, object_id, method_id, num_attrs, reserved1, driver_id, reserved2.
 _UVERBS_HEADER = struct.Struct("=HHHHQII")
 _RDMA_VERBS_IOCTL = 0xC0181B01
-# No uverbs object type has this number. The kernel therefore refuses each request and does nothing; its errno shows
-# whether the driver id was right (see _read_uverbs_driver).
+# No uverbs object type has this number, so the kernel refuses each request and changes nothing. The errno of the
+# refusal shows whether the request had the id of the driver (see _read_uverbs_driver).
 _UNKNOWN_OBJECT_TYPE = 0x0FFF
 # Values of enum rdma_driver_id.
-_DRIVERS = {
+_RDMA_DRIVER_NAMES = {
     1: "mlx5",
     2: "mlx4",
     3: "cxgb3",
@@ -220,7 +220,7 @@ def _query_nvidia(
 
 def _collect_gpu_evidence(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
     _valid, domain, bus, slot, function, vendor_id, device_id = card[:7]
-    minor = card[_CARD_MINOR_FIELD]
+    minor = card[_CARD_MINOR_INDEX]
     address = f"{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"
     missing_evidence = []
     node: DeviceNode | None = None
@@ -250,7 +250,7 @@ def _collect_rdma_evidence(device: NetlinkDevice, majors: dict[int, set[str]]) -
         node, driver_id = _find_uverbs_node(device, majors)
     except MissingEvidence as error:
         missing_evidence.append(str(error))
-    driver = None if driver_id is None else _DRIVERS.get(driver_id, f"driver {driver_id}")
+    driver = None if driver_id is None else _RDMA_DRIVER_NAMES.get(driver_id, f"driver {driver_id}")
     address, pci_driver = None, None
     if driver not in SOFTWARE_DRIVERS:
         try:
@@ -291,10 +291,10 @@ def _find_uverbs_node(device: NetlinkDevice, majors: dict[int, set[str]]) -> tup
 def _read_uverbs_driver(descriptor: int) -> int:
     """Return the ``enum rdma_driver_id`` of the driver of an open uverbs device.
 
-    The kernel refuses a header with the id of another driver (EINVAL) before it checks anything else. With the right id
-    it then refuses the object, which does not exist (EPROTONOSUPPORT).
+    The kernel first compares the driver id in the header with the id of the driver, and refuses another id with EINVAL.
+    A header with the same id fails with EPROTONOSUPPORT, because its object type does not exist.
     """
-    for driver_id in _DRIVERS:
+    for driver_id in _RDMA_DRIVER_NAMES:
         header = _UVERBS_HEADER.pack(_UVERBS_HEADER.size, _UNKNOWN_OBJECT_TYPE, 0, 0, 0, driver_id, 0)
         try:
             fcntl.ioctl(descriptor, _RDMA_VERBS_IOCTL, header)

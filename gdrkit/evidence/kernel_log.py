@@ -21,7 +21,7 @@ __all__ = ["KernelLog", "kernel_log"]
 
 _RECORD_BYTES = 8192
 # One regular expression is faster than a search for each word, and a log has thousands of records.
-_WORDS = re.compile(
+_RELEVANT_WORDS = re.compile(
     rb"nvrm|nvidia|xid|peer_mem|mlx[45]|infiniband|rdma|iommu|dmar|pcieport|aer:|hotplugged memory", re.IGNORECASE
 )
 
@@ -72,6 +72,6 @@ def _read_records(descriptor: int, records_max: int) -> KernelLog:
             break
         # A record is "6,1234,56789,-;message", followed by lines that begin with a blank and hold dictionary values.
         message = record.partition(b";")[2].partition(b"\n")[0]
-        if _WORDS.search(message):
+        if _RELEVANT_WORDS.search(message):
             lines.append(message.decode("utf-8", "backslashreplace"))
     return KernelLog(lines=tuple(lines), unreadable=unreadable)

@@ -22,7 +22,7 @@ __all__ = ["LoadedLibrary", "describe_library", "libraries"]
 
 # The fields of a line: address range, permissions, offset, device, inode, path (proc(5)).
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (?P<permissions>\S{4}) \S+ \S+ (?P<inode>\d+)\s+(?P<path>/.*)$")
-_DELETED = " (deleted)"
+_DELETED_SUFFIX = " (deleted)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def libraries(tree: HostTree | None = None, *, process: str = "self") -> list[Lo
 
 def describe_library(path: str) -> LoadedLibrary:
     """Read a mapped file and return its description. If it was deleted or is damaged, the result has an ``error``."""
-    if path.endswith(_DELETED):
+    if path.endswith(_DELETED_SUFFIX):
         return _make_unread_library(path, "the file was deleted since it was loaded")
     try:
         status = os.stat(path)  # noqa: PTH116 - Path would normalise the path from the kernel.
@@ -80,8 +80,8 @@ def describe_library(path: str) -> LoadedLibrary:
 
 @lru_cache(maxsize=1024)
 def _read_library(path: str, _device: int, _inode: int, _size_bytes: int, _changed_ns: int) -> LoadedLibrary:
-    # The result is cached, because every case examines the same files. The parameters that are not used below are part
-    # of the key of the cache, so that a file that was replaced is read again.
+    # The result is cached, because every case examines the same files. The unused parameters belong to the key of the
+    # cache, so that a replaced file is read again.
     try:
         elf = read_elf(path)
     except ApiError as error:

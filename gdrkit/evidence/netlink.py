@@ -35,13 +35,13 @@ _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_DUMP = 0x1, 0x4, 0x300
 # The message type is (RDMA_NL_NLDEV << 10) + command.
 _DEVICE_GET, _QUEUE_PAIR_GET, _REGION_GET, _CHARDEV_GET = ((5 << 10) + command for command in (1, 10, 13, 15))
 _DEV_INDEX, _DEV_NAME, _NODE_GUID = 1, 2, 6
-_CHARDEV_TYPE, _CHARDEV_NAME, _CHARDEV, _UVERBS_DRIVER_ID = 69, 70, 72, 73
-_PORT_INDEX, _LOCAL_NUMBER, _REMOTE_NUMBER, _TYPE, _STATE, _PROCESS_ID = 3, 21, 22, 26, 27, 28
-_LENGTH_BYTES, _REGION_NUMBER = 45, 62
+_CHARDEV_TYPE, _CHARDEV_NAME, _CHARDEV_NUMBER, _UVERBS_DRIVER_ID = 69, 70, 72, 73
+_PORT_INDEX, _LOCAL_QP_NUMBER, _REMOTE_QP_NUMBER, _QP_TYPE, _QP_STATE, _OWNER_PROCESS_ID = 3, 21, 22, 26, 27, 28
+_REGION_LENGTH, _REGION_NUMBER = 45, 62
 # A reply about queue pairs or regions has a table, which has one entry for each object.
 _QUEUE_PAIR_TABLE, _QUEUE_PAIR_ENTRY, _REGION_TABLE, _REGION_ENTRY = 19, 20, 40, 41
 # enum ib_qp_type and enum ib_qp_state of include/rdma/ib_verbs.h.
-_TYPE_NAMES = {
+_QP_TYPE_NAMES = {
     0: "SMI",
     1: "GSI",
     2: "RC",
@@ -52,18 +52,18 @@ _TYPE_NAMES = {
     10: "XRC_TGT",
     0xFF: "DRIVER",
 }
-_STATE_NAMES = ("RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR")
+_QP_STATE_NAMES = ("RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR")
 # struct inet_diag_req_v2: family, protocol, extensions, padding, states, and a socket of 48 bytes that a dump ignores.
 _SOCKET_REQUEST = struct.Struct("=BBBBI48x")
 _SOCKETS_GET, _TCP_INFO, _ALL_STATES = 20, 2, 0xFFFF_FFFF
 # struct inet_diag_msg: family, state, timer, retransmits, ports in network byte order, addresses, ..., inode.
-_SOCKET = struct.Struct("=BBBB2s2s16s16s28xI")
+_SOCKET_REPLY = struct.Struct("=BBBB2s2s16s16s28xI")
 # The offsets of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info (Linux 4.1 and newer).
-_TCP_BYTES = struct.Struct("=120xQQ")
-_TYPE_MASK = 0x3FFF
-_HEADER = struct.Struct("=IHHII")
-_ATTRIBUTE = struct.Struct("=HH")
-_ERROR = struct.Struct("=i")
+_TCP_BYTE_COUNTERS = struct.Struct("=120xQQ")
+_ATTRIBUTE_TYPE_MASK = 0x3FFF
+_MESSAGE_HEADER = struct.Struct("=IHHII")
+_ATTRIBUTE_HEADER = struct.Struct("=HH")
+_ERROR_CODE = struct.Struct("=i")
 _TIMEOUT_S = 5.0
 _DATAGRAM_BYTES = 1 << 16
 _MESSAGES_MAX = 4096
@@ -104,10 +104,8 @@ def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
         errors of socket(7).
     """
     with _open_netlink(_NETLINK_RDMA) as netlink:
-        device_attribute_maps = [
-            _parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)
-        ]
-        return tuple(_query_device(netlink, device_attributes) for device_attributes in device_attribute_maps)
+        attributes_by_reply = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)]
+        return tuple(_query_device(netlink, device_attributes) for device_attributes in attributes_by_reply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +166,7 @@ class TcpSocket:
     inode : int
         Inode of the socket, which the descriptors of its process show as ``socket:[inode]``.
     is_loopback : bool
-        Whether both addresses are the same one, or loopback addresses.
+        Whether source and destination address are equal.
     sent_bytes, received_bytes : int
         Payload that the peer acknowledged, and payload that arrived.
     """
@@ -191,11 +189,13 @@ def rdma_queue_pairs() -> tuple[RdmaQueuePair, ...]:
         RdmaQueuePair(
             device=device,
             port=_read_integer(entry, _PORT_INDEX),
-            number=_read_required_integer(entry, _LOCAL_NUMBER),
-            remote_number=_read_integer(entry, _REMOTE_NUMBER) or None,
-            type=_TYPE_NAMES.get(_read_required_integer(entry, _TYPE), f"type {_read_required_integer(entry, _TYPE)}"),
-            state=_find_state_name(_read_required_integer(entry, _STATE)),
-            process_id=_read_integer(entry, _PROCESS_ID),
+            number=_read_required_integer(entry, _LOCAL_QP_NUMBER),
+            remote_number=_read_integer(entry, _REMOTE_QP_NUMBER) or None,
+            type=_QP_TYPE_NAMES.get(
+                _read_required_integer(entry, _QP_TYPE), f"type {_read_required_integer(entry, _QP_TYPE)}"
+            ),
+            state=_find_state_name(_read_required_integer(entry, _QP_STATE)),
+            process_id=_read_integer(entry, _OWNER_PROCESS_ID),
         )
         for device, entry in _parse_resources(_QUEUE_PAIR_GET, _QUEUE_PAIR_TABLE, _QUEUE_PAIR_ENTRY)
     )
@@ -213,8 +213,8 @@ def rdma_regions() -> tuple[RdmaRegion, ...]:
         RdmaRegion(
             device=device,
             number=_read_integer(entry, _REGION_NUMBER),
-            length_bytes=_read_required_integer(entry, _LENGTH_BYTES),
-            process_id=_read_integer(entry, _PROCESS_ID),
+            length_bytes=_read_required_integer(entry, _REGION_LENGTH),
+            process_id=_read_integer(entry, _OWNER_PROCESS_ID),
         )
         for device, entry in _parse_resources(_REGION_GET, _REGION_TABLE, _REGION_ENTRY)
     )
@@ -234,12 +234,12 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
             extensions = 1 << (_TCP_INFO - 1)
             request = _SOCKET_REQUEST.pack(family, socket.IPPROTO_TCP, extensions, 0, _ALL_STATES)
             for reply in _request(netlink, _SOCKETS_GET, request, is_dump=True):
-                data = _take_payload(reply, 0, _SOCKET.size, 0)
-                *_, source, destination, inode = _SOCKET.unpack(data)
-                information = _parse_attributes(reply[_SOCKET.size :]).get(_TCP_INFO, b"")
+                data = _take_payload(reply, 0, _SOCKET_REPLY.size, 0)
+                *_, source, destination, inode = _SOCKET_REPLY.unpack(data)
+                tcp_info = _parse_attributes(reply[_SOCKET_REPLY.size :]).get(_TCP_INFO, b"")
                 # A listening or closed socket has moved nothing, and a kernel before 4.1 does not count bytes.
-                if inode and len(information) >= _TCP_BYTES.size:
-                    sent_bytes, received_bytes = _TCP_BYTES.unpack_from(information)
+                if inode and len(tcp_info) >= _TCP_BYTE_COUNTERS.size:
+                    sent_bytes, received_bytes = _TCP_BYTE_COUNTERS.unpack_from(tcp_info)
                     sockets.append(TcpSocket(inode, source == destination, sent_bytes, received_bytes))
     return tuple(sockets)
 
@@ -265,7 +265,7 @@ def _read_required_integer(attributes: dict[int, bytes], attribute_type: int) ->
 
 
 def _find_state_name(state: int) -> str:
-    return _STATE_NAMES[state] if state < len(_STATE_NAMES) else f"state {state}"
+    return _QP_STATE_NAMES[state] if state < len(_QP_STATE_NAMES) else f"state {state}"
 
 
 def _open_netlink(protocol: int) -> socket.socket:
@@ -286,24 +286,26 @@ def _query_device(netlink: socket.socket, device_attributes: dict[int, bytes]) -
     try:
         replies = list(_request(netlink, _CHARDEV_GET, request, is_dump=False))
     except OSError:
-        # Linux before 5.3 does not support this command, and a device may have no uverbs node. The caller then reports
-        # the node as missing evidence.
+        # Linux before 5.3 does not support this command, and a device may have no uverbs node. The caller reports the
+        # node as missing evidence in both cases.
         return device_without_chardev
-    uverbs = _parse_attributes(replies[0]) if replies else {}
-    chardev_number = _read_integer(uverbs, _CHARDEV)
+    chardev_attributes = _parse_attributes(replies[0]) if replies else {}
+    chardev_number = _read_integer(chardev_attributes, _CHARDEV_NUMBER)
     return NetlinkDevice(
         name=device_without_chardev.name,
         node_guid=device_without_chardev.node_guid,
-        uverbs_name=_decode_text(uverbs[_CHARDEV_NAME]) if _CHARDEV_NAME in uverbs else None,
+        uverbs_name=_decode_text(chardev_attributes[_CHARDEV_NAME]) if _CHARDEV_NAME in chardev_attributes else None,
         uverbs_number=None if chardev_number is None else (os.major(chardev_number), os.minor(chardev_number)),
-        driver_id=_read_integer(uverbs, _UVERBS_DRIVER_ID),
+        driver_id=_read_integer(chardev_attributes, _UVERBS_DRIVER_ID),
     )
 
 
 def _request(netlink: socket.socket, command: int, attributes: bytes, *, is_dump: bool) -> Iterator[bytes]:
     """Send one request and yield the payload of each reply until the last one."""
     flags = _NLM_F_REQUEST | (_NLM_F_DUMP if is_dump else _NLM_F_ACK)
-    netlink.sendto(_HEADER.pack(_HEADER.size + len(attributes), command, flags, command, 0) + attributes, (0, 0))
+    netlink.sendto(
+        _MESSAGE_HEADER.pack(_MESSAGE_HEADER.size + len(attributes), command, flags, command, 0) + attributes, (0, 0)
+    )
     for _ in range(_MESSAGES_MAX):
         data, (sender, _groups) = netlink.recvfrom(_DATAGRAM_BYTES)
         if sender != 0:
@@ -312,7 +314,7 @@ def _request(netlink: socket.socket, command: int, attributes: bytes, *, is_dump
             if message_type == _NLMSG_DONE:
                 return
             if message_type == _NLMSG_ERROR:
-                error_number = -_ERROR.unpack(_take_payload(payload, 0, _ERROR.size, 0))[0]
+                error_number = -_ERROR_CODE.unpack(_take_payload(payload, 0, _ERROR_CODE.size, 0))[0]
                 if error_number:
                     raise OSError(error_number, os.strerror(error_number), "NETLINK_RDMA")
                 return
@@ -322,9 +324,9 @@ def _request(netlink: socket.socket, command: int, attributes: bytes, *, is_dump
 
 def _split_messages(data: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
-    while offset + _HEADER.size <= len(data):
-        length, message_type, _flags, _sequence, _port = _HEADER.unpack_from(data, offset)
-        yield message_type, _take_payload(data, offset, length, _HEADER.size)
+    while offset + _MESSAGE_HEADER.size <= len(data):
+        length, message_type, _flags, _sequence, _port = _MESSAGE_HEADER.unpack_from(data, offset)
+        yield message_type, _take_payload(data, offset, length, _MESSAGE_HEADER.size)
         offset += (length + 3) & ~3
 
 
@@ -334,9 +336,9 @@ def _parse_attributes(data: bytes) -> dict[int, bytes]:
 
 def _list_attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
-    while offset + _ATTRIBUTE.size <= len(data):
-        length, attribute_type = _ATTRIBUTE.unpack_from(data, offset)
-        yield attribute_type & _TYPE_MASK, _take_payload(data, offset, length, _ATTRIBUTE.size)
+    while offset + _ATTRIBUTE_HEADER.size <= len(data):
+        length, attribute_type = _ATTRIBUTE_HEADER.unpack_from(data, offset)
+        yield attribute_type & _ATTRIBUTE_TYPE_MASK, _take_payload(data, offset, length, _ATTRIBUTE_HEADER.size)
         offset += (length + 3) & ~3
 
 
@@ -348,8 +350,8 @@ def _take_payload(data: bytes, offset: int, length: int, header_bytes: int) -> b
 
 
 def _pack_attribute(attribute_type: int, value: bytes) -> bytes:
-    length = _ATTRIBUTE.size + len(value)
-    return _ATTRIBUTE.pack(length, attribute_type) + value + bytes(-length % 4)
+    length = _ATTRIBUTE_HEADER.size + len(value)
+    return _ATTRIBUTE_HEADER.pack(length, attribute_type) + value + bytes(-length % 4)
 
 
 def _read_integer(attributes: dict[int, bytes], attribute_type: int) -> int | None:

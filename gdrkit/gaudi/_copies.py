@@ -57,10 +57,11 @@ class Copies:
         self._is_gaudi1 = is_gaudi1
         self._lock = threading.Lock()
         self._release_stack = ReleaseStack()
-        self._staging: mmap.mmap | None = None
+        self._staging_buffer: mmap.mmap | None = None
         self._staging_address = 0
         self._mapped_command_buffer: mmap.mmap | None = None
-        self._command_buffer = 0
+        # The handle of the command buffer on Gaudi 1, or its device address on later devices.
+        self._command_buffer_handle = 0
         # Sequence number of a copy that may not be complete; 0 if there is none.
         self._pending_sequence = 0
         self.lost = False
@@ -93,24 +94,24 @@ class Copies:
         """
         with self._lock:
             if self._pending_sequence and not self.lost:
-                self._wait(self._pending_sequence)
+                self._wait_until_complete(self._pending_sequence)
 
     def close(self) -> None:
         """Free the buffers."""
         self.wait_for_pending_copy()
         with self._lock:
             self._release_stack.run()
-            self._staging = self._mapped_command_buffer = None
+            self._staging_buffer = self._mapped_command_buffer = None
 
     def _allocate_staging_buffer(self) -> mmap.mmap:
         """Return the staging buffer. The first call allocates the buffers."""
-        if self._staging is None:
+        if self._staging_buffer is None:
             try:
-                self._staging = self._allocate_buffers()
+                self._staging_buffer = self._allocate_buffers()
             except BaseException as error:
                 self._release_stack.run_after(error)
                 raise
-        return self._staging
+        return self._staging_buffer
 
     def _allocate_buffers(self) -> mmap.mmap:
         """Allocate the buffers, and return the staging buffer.
@@ -131,15 +132,15 @@ class Copies:
             lambda: self._call_unless_reset("hlthunk_memory_unmap", device_virt_addr=staging_address)
         )
         if self._is_gaudi1:
-            self._command_buffer = _hlthunk.request_command_buffer(self._fd, HOST_PAGE_BYTES)
-            handle = self._command_buffer
+            self._command_buffer_handle = _hlthunk.request_command_buffer(self._fd, HOST_PAGE_BYTES)
+            handle = self._command_buffer_handle
             self._release_stack.push(
                 lambda: self._call_unless_reset("hlthunk_destroy_command_buffer", cb_handle=handle)
             )
             self._mapped_command_buffer = mmap.mmap(self._fd, HOST_PAGE_BYTES, offset=handle)
             self._release_stack.push(self._mapped_command_buffer.close)
         else:
-            self._command_buffer = self._staging_address + _STAGING_BYTES
+            self._command_buffer_handle = self._staging_address + _STAGING_BYTES
         return staging_buffer
 
     def _copy(self, queue: int, source: int, destination: int, length_bytes: int) -> None:
@@ -147,15 +148,19 @@ class Copies:
         packet = _PACKET.pack(length_bytes, control, source, destination)
         if self._mapped_command_buffer is not None:
             self._mapped_command_buffer[: len(packet)] = packet
-        elif self._staging is not None:
-            self._staging[_STAGING_BYTES : _STAGING_BYTES + len(packet)] = packet
+        elif self._staging_buffer is not None:
+            self._staging_buffer[_STAGING_BYTES : _STAGING_BYTES + len(packet)] = packet
         sequence = _hlthunk.submit(
-            self._fd, buffer=self._command_buffer, length_bytes=len(packet), queue=queue, is_mapped=not self._is_gaudi1
+            self._fd,
+            buffer=self._command_buffer_handle,
+            length_bytes=len(packet),
+            queue=queue,
+            is_mapped=not self._is_gaudi1,
         )
         self._pending_sequence = sequence
-        self._wait(sequence)
+        self._wait_until_complete(sequence)
 
-    def _wait(self, sequence: int) -> None:
+    def _wait_until_complete(self, sequence: int) -> None:
         deadline_s = time.monotonic() + _COPY_TIMEOUT_S
         try:
             while not _hlthunk.wait(self._fd, sequence, timeout_us=_WAIT_CALL_TIMEOUT_US):

@@ -231,10 +231,10 @@ def device_count() -> int:
 
 def pci_bus_id(fd: int) -> str:
     """Return the PCI address of a compute or control device, such as ``0000:33:00.0``."""
-    text = ctypes.create_string_buffer(_BUS_ID_BYTES)
-    arguments = {"fd": fd, "pci_bus_id": text, "len": _BUS_ID_BYTES}
+    bus_id = ctypes.create_string_buffer(_BUS_ID_BYTES)
+    arguments = {"fd": fd, "pci_bus_id": bus_id, "len": _BUS_ID_BYTES}
     _call("hlthunk_get_pci_bus_id_from_fd", arguments, error_arguments={"fd": fd})
-    return text.value.decode()
+    return bus_id.value.decode()
 
 
 def hardware_info(fd: int) -> HardwareInfo:

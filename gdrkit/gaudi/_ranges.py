@@ -15,11 +15,11 @@ __all__ = ["FirstFit"]
 
 
 class FirstFit:
-    """A thread-safe allocator that stores the free parts of ``[base, base + length_bytes)``.
+    """A thread-safe allocator that stores the free parts of ``[base_address, base_address + length_bytes)``.
 
     Parameters
     ----------
-    base, length_bytes : int
+    base_address, length_bytes : int
         Address and size of the range, in bytes.
     alignment_bytes : int
         A power of two. The addresses of the parts are multiples of it, and their sizes are rounded up to multiples.

@@ -60,14 +60,14 @@ class GaudiContext(Closeable):
         release_stack.push(lambda: _hlthunk.close(self._fd))
         try:
             self.pci_bus_id = _hlthunk.pci_bus_id(self._fd)
-            self._info = _hlthunk.hardware_info(self._fd)
-            require_gaudi(self._info.device_id)
+            self._hardware_info = _hlthunk.hardware_info(self._fd)
+            require_gaudi(self._hardware_info.device_id)
         except BaseException as error:
             release_stack.run_after(error)
             raise
-        self.module_id = self._info.module_id
-        self.generation = Generation.of(self._info.device_id)
-        self._releases = ReleaseStack()
+        self.module_id = self._hardware_info.module_id
+        self.generation = Generation.of(self._hardware_info.device_id)
+        self._release_actions = ReleaseStack()
         self._copies = Copies(self._fd, is_gaudi1=not self.generation.maps_memory)
         self._physical_allocator: FirstFit | None = None
         self._mapped_ranges: dict[int, MappedRange] = {}
@@ -90,7 +90,7 @@ class GaudiContext(Closeable):
     @property
     def page_bytes(self) -> int:
         """Size in bytes of the pages in which the driver maps device memory by default, at least a host page."""
-        return max(self._info.default_page_size or self._info.dram_page_size, HOST_PAGE_BYTES)
+        return max(self._hardware_info.default_page_size or self._hardware_info.dram_page_size, HOST_PAGE_BYTES)
 
     def mapping_alignment_bytes(self, alignment_bytes_max: int) -> int:
         """Return a power of two, at most `alignment_bytes_max`, that divides the default page of device memory.
@@ -114,13 +114,13 @@ class GaudiContext(Closeable):
     def physical_allocator(self) -> FirstFit:
         """The allocator of the physical memory of a Gaudi 1, whose driver allocates none."""
         if self._physical_allocator is None:
-            base_address, length_bytes = self._info.dram_base_address, self._info.dram_size
+            base_address, length_bytes = self._hardware_info.dram_base_address, self._hardware_info.dram_size
             self._physical_allocator = FirstFit(base_address, length_bytes, alignment_bytes=HOST_PAGE_BYTES)
         return self._physical_allocator
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Register `close` to be called before the device is closed, and return a function that cancels this."""
-        return self._releases.push(close)
+        """Register `close` to be called before the device is closed, and return a function that cancels the call."""
+        return self._release_actions.push(close)
 
     def mapped_ranges(self) -> tuple[MappedRange, ...]:
         """Return all memory that :meth:`query` can find."""
@@ -148,7 +148,7 @@ class GaudiContext(Closeable):
         """
         if self._is_closed:
             return
-        self._releases.run()
+        self._release_actions.run()
         self._copies.close()
         _hlthunk.close(self._fd)
         self._is_closed = True

@@ -99,15 +99,15 @@ def _query_device(number: int) -> DeviceInfo:
     fd = _hlthunk.call("hlthunk_open_control", dev_id=number, busid=None)
     with contextlib.ExitStack() as stack:
         stack.callback(_hlthunk.close, fd)
-        info = _hlthunk.hardware_info(fd)
+        hardware_info = _hlthunk.hardware_info(fd)
         return DeviceInfo(
             number=number,
             pci_bus_id=_hlthunk.pci_bus_id(fd),
-            module_id=info.module_id,
-            pci_device_id=info.device_id,
-            card_name=info.card_name,
-            memory_bytes=info.dram_size,
-            page_bytes=info.default_page_size or info.dram_page_size,
+            module_id=hardware_info.module_id,
+            pci_device_id=hardware_info.device_id,
+            card_name=hardware_info.card_name,
+            memory_bytes=hardware_info.dram_size,
+            page_bytes=hardware_info.default_page_size or hardware_info.dram_page_size,
         )
 
 
@@ -119,9 +119,9 @@ def bus_id_of(number: int | None, module_id: int | None) -> str:
     UsageError
         NO_DEVICE: there is no such device.
     """
-    for info in list_devices():
-        if info.number == number or info.module_id == module_id:
-            return info.pci_bus_id
+    for device_info in list_devices():
+        if device_info.number == number or device_info.module_id == module_id:
+            return device_info.pci_bus_id
     message = (
         f"there is no Gaudi {number}" if module_id is None else f"there is no Gaudi with the module id {module_id}"
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Allocation", "BorrowedMemory", "DeviceMemory", "GaudiMemory"]
 
-_EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC  # the only flags that the library accepts
+_EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC  # The library accepts only these flags.
 
 _lock = ForkSafeLock()
 _allocation_numbers = itertools.count(1)
@@ -60,8 +60,8 @@ class Allocation:
     Raises
     ------
     ApiError
-        ENOMEM: there is not enough memory. Or ``hlthunk_device_memory_alloc`` or ``hlthunk_device_memory_map`` failed
-        for another reason.
+        ENOMEM: there is not enough memory. Other errors: ``hlthunk_device_memory_alloc`` or
+        ``hlthunk_device_memory_map`` failed.
     """
 
     def __init__(self, device: GaudiContext, length_bytes: int) -> None:
@@ -123,7 +123,7 @@ class Allocation:
             "hlthunk_device_memory_alloc",
             fd=fd,
             size=self.length_bytes,
-            page_size=0,  # the driver's default
+            page_size=0,  # The driver then uses its default.
             contiguous=True,
             shared=False,
         )
@@ -284,7 +284,7 @@ class DeviceMemory(GaudiMemory):
     Raises
     ------
     ApiError
-        ENOMEM: there is not enough memory. Or the driver failed for another reason.
+        ENOMEM: there is not enough memory. Other errors: a call of hl-thunk failed.
     SetupMissing
         ELIBBAD: the signature of ``hlthunk_device_memory_alloc`` in this hl-thunk is unknown.
     """

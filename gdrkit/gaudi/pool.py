@@ -50,7 +50,7 @@ class DmabufPool(Resource):
         )
         self._export_lock = threading.Lock()
         self._pool_dmabuf: DmabufRange | None = None
-        self._open_parts = ReleaseStack()
+        self._part_close_actions = ReleaseStack()
         super().__init__("gaudi.pool", name="Gaudi memory pool", on_close=device.on_close)
         self._remove_mapped_range = device.add_mapped_range(
             MappedRange(MemoryKind.GAUDI, self.address, self.length_bytes, self._export_range)
@@ -116,8 +116,8 @@ class DmabufPool(Resource):
                 )
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Register `close` to be called before the pool is closed, and return a function that cancels this."""
-        return self._open_parts.push(close)
+        """Register `close` to be called before the pool is closed, and return a function that cancels the call."""
+        return self._part_close_actions.push(close)
 
     def free_part(self, address: int, length_bytes: int) -> None:
         """Free a part that :meth:`allocate` returned. Only :class:`PoolMemory` calls this."""
@@ -135,7 +135,7 @@ class DmabufPool(Resource):
         super().close()
 
     def _release(self) -> None:
-        self._open_parts.run()
+        self._part_close_actions.run()
         with self._export_lock:
             if self._pool_dmabuf is not None:
                 self._pool_dmabuf.close()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AddressInfo", "query"]
 
-_EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC  # the only flags that the library accepts
-# A mapping begins at a multiple of this, or of a smaller power of two that divides the default page of the device.
+_EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC  # The library accepts only these flags.
+# A mapping begins at a multiple of this size, or of a smaller power of two that divides the device's default page.
 _MAPPING_ALIGNMENT_BYTES = 2 * MIB
 # Largest number of exports that gdrkit attempts in the search for the beginning of a mapping.
 _ATTEMPTS_MAX = 8192
@@ -89,9 +89,9 @@ def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> Addre
                 length_bytes=mapped_range.length_bytes,
                 dmabuf=dmabuf,
             )
-    foreign = _query_driver(device, address, length_bytes) if device.generation.maps_memory else None
-    if foreign is not None:
-        return foreign
+    foreign_memory = _query_driver(device, address, length_bytes) if device.generation.maps_memory else None
+    if foreign_memory is not None:
+        return foreign_memory
     message = f"the {length_bytes} bytes at {address:#x} must be in one allocation or mapping of this device"
     raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY)
 

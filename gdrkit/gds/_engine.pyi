@@ -15,7 +15,7 @@ ended: dict = {}
 
 def collect_ended() -> bool:
     """
-    Add the transfers of `in_progress` whose job is over to `ended`. Return whether `ended` has any.
+    Add the transfers of `in_progress` whose job is over to `ended`. Return whether `ended` is not empty.
     """
 
 def start(transfer: object, job: object, function: Callable, argument: object) -> None:
@@ -31,7 +31,7 @@ def residency(fd: int, offset: int, length: int) -> tuple[int, int]:
 def keep_forever(object: object) -> None: ...
 
 def ignore_leaks() -> None:
-    """Report no objects that still exist at the end of the interpreter."""
+    """Do not report the objects that still exist when the interpreter ends."""
 
 def totals() -> tuple[int, int]:
     """
@@ -41,7 +41,7 @@ def totals() -> tuple[int, int]:
 def node_of_device(bus_id: str, sysfs: str = '/sys') -> int: ...
 
 class FileUse:
-    """A use of a file, until the end of the block or of this object."""
+    """A use of a file, which ends with its `with` block or with this object."""
 
     def __enter__(self) -> OpenFile: ...
 
@@ -57,12 +57,12 @@ class OpenFile:
 
     def begin_use(self) -> FileUse:
         """
-        Return a use of the file, for whose end close() waits. Raise FileClosed if the file is closed.
+        Return a use of the file. close() waits for its end. Raise FileClosed if the file is closed.
         """
 
     def close(self, end_transfers: object | None = None, waits: bool = True) -> None:
         """
-        Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors. Without a wait, the last use closes them. Raise EngineError (EDEADLK) if the calling thread uses the file.
+        Refuse further uses, wait until there are no uses, call `end_transfers`, and close the descriptors. If `waits` is not set, do not wait; the last use closes the descriptors. Raise EngineError (EDEADLK) if the calling thread uses the file.
         """
 
     @property
@@ -70,7 +70,7 @@ class OpenFile:
 
     def fileno(self) -> int:
         """
-        Return the descriptor, which this object owns; -1 if the file was closed.
+        Return the descriptor, which this object owns, or -1 if the file is closed.
         """
 
     def replace_after_fork(self) -> OpenFile:
@@ -104,7 +104,7 @@ class CompletionQueue:
     def fileno(self) -> int: ...
 
 class Completion:
-    """The end of a job of Python code."""
+    """The end of a job that Python code runs itself."""
 
     def __init__(self) -> None: ...
 
@@ -114,7 +114,7 @@ class Completion:
 
     def notify(self, queue: CompletionQueue, token: int) -> None:
         """
-        Add the token to the queue when the job is over; at once if it is over already.
+        Add the token to the queue when the job is over, or at once if the job is already over.
         """
 
     def end(self) -> None: ...
@@ -130,7 +130,7 @@ class Job:
 
     def notify(self, queue: CompletionQueue, token: int) -> None:
         """
-        Add the token to the queue when the job is over; at once if it is over already.
+        Add the token to the queue when the job is over, or at once if the job is already over.
         """
 
     def progress(self) -> dict: ...
@@ -147,18 +147,20 @@ class Engine:
 
     def submit(self, write: bool, access: int, device: int, files: list, extents: object, flags: int, durable: bool, transfer: object) -> Job:
         """
-        Queue a job and return it. A transfer gets it as its `job`, and is in `in_progress` from then on.
+        Queue a job and return it. Store it in the `job` of the transfer, and the transfer in `in_progress`.
         """
 
     def transfer_small(self, write: bool, file: OpenFile, offset: int, address: int, length: int, device: int) -> tuple: ...
 
     def close(self) -> bool:
         """
-        Refuse further jobs, wait for the queued ones, end the threads and free the memory. Return False, and do nothing, in the child of a signal handler that forks.
+        Refuse further jobs, wait for the queued jobs, end the threads and free the memory. In a child process that a signal handler has forked, do nothing and return False.
         """
 
 class HostMemory:
-    """A contiguous host buffer, which stays exported until release()."""
+    """
+    The memory of a contiguous host buffer. The buffer cannot be freed or resized until release().
+    """
 
     def __init__(self, object: object, *, writable: bool) -> None: ...
 

@@ -25,7 +25,7 @@ def _release_nothing() -> None:
 
 
 class TransferBuffer(NamedTuple):
-    """The memory of one call.
+    """The memory of one transfer.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ def describe_buffer(buffer: object, *, writable: bool) -> TransferBuffer:
     ClosedResource
         The memory of gdrkit was closed.
     """
-    # isinstance() of an abstract base class would take longer than all of the rest.
+    # isinstance() of an abstract base class would take longer than the rest of this function.
     if CudaMemory in type(buffer).__mro__:
         memory = cast("CudaMemory", buffer)
         if memory.closed:

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_BYTES", "CopyResult", "CopyTotals", "chunk_buffers", "copy_file"]
 
 CHUNK_BYTES = 256 * MIB
-_CHUNKS_COUNT = 2
+_CHUNK_COUNT = 2
 # Largest number of ranges of a sparse file that one transfer moves.
 _RANGES_MAX = 1024
 # Bytes per read(2) of a file whose size is unknown.
 _READ_BYTES = MIB
-_WHY_READ = "the kernel does not report the size of the file, so it was read by read(2) to its end"
+_UNKNOWN_SIZE_REASON = "the kernel does not report the size of the file, so it was read by read(2) to its end"
 # Bytes that are compared at a time.
 _COMPARE_BYTES = 16 * MIB
 # Number of bytes that the error shows at the first difference.
@@ -153,44 +153,44 @@ def copy_file(
         raise UsageError(message)
     path = Path(destination)
     path = path / Path(source).name if path.is_dir() else path
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     result = CopyResult(os.fspath(source), str(path))
     with contextlib.ExitStack() as stack:
         source_file = stack.enter_context(File(source, access=access, direct=direct))
-        info = os.fstat(source_file.fileno())
+        source_status = os.fstat(source_file.fileno())
         target = stack.enter_context(open_destination(path))
-        if target.is_same_file(info):
+        if target.is_same_file(source_status):
             message = f"{source} and {path} are the same file"
             raise UsageError(message)
-        with new_file(target, source_mode=info.st_mode, access=access, direct=direct, durable=durable) as copy:
+        with new_file(target, source_mode=source_status.st_mode, access=access, direct=direct, durable=durable) as copy:
             compare_s = 0.0
-            if _has_no_size(source_file, info):
+            if _is_size_unknown(source_file, source_status):
                 _copy_to_end(source_file, copy, result, on_progress, check=check)
             else:
-                result.bytes = info.st_size
-                length = min(chunk_bytes, max(result.bytes, 1))
-                with chunk_buffers(device_index, length, _CHUNKS_COUNT) as chunks:
+                result.bytes = source_status.st_size
+                buffer_bytes = min(chunk_bytes, max(result.bytes, 1))
+                with chunk_buffers(device_index, buffer_bytes, _CHUNK_COUNT) as chunks:
                     _copy_ranges(source_file, copy, chunks, result, on_progress)
                 if check:
-                    compare_began_s = time.monotonic()
+                    compare_start_s = time.monotonic()
                     _compare(source_file.fileno(), copy.fileno(), length_bytes=result.bytes)
-                    compare_s = time.monotonic() - compare_began_s
+                    compare_s = time.monotonic() - compare_start_s
             result.is_checked = check
-    result.duration_s = time.monotonic() - began_s - compare_s
+    result.duration_s = time.monotonic() - start_s - compare_s
     return result
 
 
-def _has_no_size(file: File, info: os.stat_result) -> bool:
+def _is_size_unknown(file: File, source_status: os.stat_result) -> bool:
     """Return whether st_size differs from the number of bytes that can be read, as in procfs (0) and sysfs (a page)."""
-    if info.st_blocks:
+    if source_status.st_blocks:
         return False
     try:
-        has_last_byte = bool(os.pread(file.fileno(), 1, max(info.st_size - 1, 0)))
+        has_last_byte = bool(os.pread(file.fileno(), 1, max(source_status.st_size - 1, 0)))
     except OSError as error:
-        if info.st_size:
+        if source_status.st_size:
             return False  # The copy will fail at this byte too, and its error reports how many bytes were read before.
         raise os_error("read", file.path, error) from error
-    return has_last_byte == (info.st_size == 0)
+    return has_last_byte == (source_status.st_size == 0)
 
 
 def _copy_to_end(
@@ -198,19 +198,19 @@ def _copy_to_end(
 ) -> None:
     """Copy a file whose size is unknown. Compare each chunk at once, because a second read may return other bytes."""
     memory = bytearray(_READ_BYTES)
-    result.read.why_not_direct = _WHY_READ
+    result.read.why_not_direct = _UNKNOWN_SIZE_REASON
     while True:
         try:
-            count = os.readv(source_file.fileno(), [memory])
+            read_bytes = os.readv(source_file.fileno(), [memory])
         except OSError as error:
             raise os_error("read", source_file.path, error) from error
-        if count == 0:
+        if read_bytes == 0:
             break
-        offset = result.bytes
-        result.write.add(copy.write_from(memory, file_offset_bytes=offset, length_bytes=count))
+        offset_bytes = result.bytes
+        result.write.add(copy.write_from(memory, file_offset_bytes=offset_bytes, length_bytes=read_bytes))
         if check:
-            _check_same(memory[:count], os.pread(copy.fileno(), count, offset), offset)
-        result.bytes += count
+            _check_same(memory[:read_bytes], os.pread(copy.fileno(), read_bytes, offset_bytes), offset_bytes)
+        result.bytes += read_bytes
         if on_progress is not None:
             on_progress(result.bytes, result.bytes)
     if result.bytes:
@@ -221,23 +221,25 @@ def _copy_ranges(
     source_file: File, copy: File, chunks: list[Any], result: CopyResult, on_progress: Callable[[int, int], None] | None
 ) -> None:
     """Copy the data ranges of a file. While one chunk of memory is written, the next one is filled."""
-    writes: list[Transfer | None] = [None] * len(chunks)
-    length = len(chunks[0]) if isinstance(chunks[0], bytearray) else chunks[0].length_bytes
+    pending_writes: list[Transfer | None] = [None] * len(chunks)
+    chunk_bytes = len(chunks[0]) if isinstance(chunks[0], bytearray) else chunks[0].length_bytes
 
-    def progress_from(offset: int) -> Callable[[int, int], None] | None:
+    def make_progress_callback(offset: int) -> Callable[[int, int], None] | None:
         return None if on_progress is None else lambda done, _total: on_progress(offset + done, result.bytes)
 
     data_bytes = end_offset = 0
-    for batch_index, ranges in enumerate(_batches(data_ranges(source_file.fileno(), result.bytes), length)):
+    for batch_index, ranges in enumerate(
+        _split_into_batches(data_ranges(source_file.fileno(), result.bytes), chunk_bytes)
+    ):
         index = batch_index % len(chunks)
-        if (previous_write := writes[index]) is not None:
+        if (previous_write := pending_writes[index]) is not None:
             result.write.add(previous_write.result())
         read = source_file.start_readv(chunks[index], ranges)
-        result.read.add(read.result(on_progress=progress_from(ranges[0][0])))
-        writes[index] = copy.start_writev(chunks[index], ranges)
+        result.read.add(read.result(on_progress=make_progress_callback(ranges[0][0])))
+        pending_writes[index] = copy.start_writev(chunks[index], ranges)
         data_bytes += sum(file_range[1] for file_range in ranges)
         end_offset = sum(ranges[-1][:2])
-    for write in writes:
+    for write in pending_writes:
         if write is not None:
             # With a callback, the wait runs Python code many times per second, so that Ctrl-C takes effect.
             result.write.add(write.result(on_progress=lambda _done, _total: None))
@@ -252,16 +254,16 @@ def _copy_ranges(
             on_progress(result.bytes, result.bytes)
 
 
-def _batches(ranges: Iterator[tuple[int, int]], length_bytes: int) -> Iterator[list[Range]]:
+def _split_into_batches(ranges: Iterator[tuple[int, int]], length_bytes: int) -> Iterator[list[Range]]:
     """Split ranges (begin, end) of a file into batches: lists of (offset, length) that fit into `length_bytes`."""
     batch: list[Range] = []
     free_bytes = length_bytes
     for begin, end in ranges:
         offset = begin
         while offset < end:
-            count = min(free_bytes, end - offset)
-            batch.append((offset, count))
-            offset, free_bytes = offset + count, free_bytes - count
+            range_bytes = min(free_bytes, end - offset)
+            batch.append((offset, range_bytes))
+            offset, free_bytes = offset + range_bytes, free_bytes - range_bytes
             if free_bytes == 0 or len(batch) == _RANGES_MAX:
                 yield batch
                 batch, free_bytes = [], length_bytes
@@ -282,8 +284,8 @@ def chunk_buffers(device_index: int, length_bytes: int, count: int) -> Iterator[
 
 def _compare(source_fd: int, copy_fd: int, *, length_bytes: int) -> None:
     for offset in range(0, length_bytes, _COMPARE_BYTES):
-        count = min(_COMPARE_BYTES, length_bytes - offset)
-        _check_same(os.pread(source_fd, count, offset), os.pread(copy_fd, count, offset), offset)
+        compared_bytes = min(_COMPARE_BYTES, length_bytes - offset)
+        _check_same(os.pread(source_fd, compared_bytes, offset), os.pread(copy_fd, compared_bytes, offset), offset)
 
 
 def _check_same(expected: bytes | bytearray, actual: bytes, offset_bytes: int) -> None:

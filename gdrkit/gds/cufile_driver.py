@@ -2,7 +2,7 @@
 
 libcufile counts the routes of transfers for the whole process. To prove the route of a transfer, nothing else may run
 between the two readings of the counters. One thread therefore takes the transfers from a queue. It takes all waiting
-transfers of the same file and direction together, and several workers share their parts.
+transfers of the same file and direction together, and several worker threads transfer their parts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _JOBS_MAX = 1024
 class CufileOptions:
     """Settings of the transfers by cuFile.
 
-    The defaults were the fastest of those measured on one H200 with 16 processors in compat mode. See docs/gds.md.
+    The defaults were the fastest values measured on one H200 with 16 processors in compat mode. See docs/gds.md.
 
     Attributes
     ----------
@@ -86,27 +86,27 @@ class SharedDriver:
         self.buffers = cufile.BufferCache(self.driver)
         self.batch_entries = min(self.options.batch_entries_max, self.driver.properties().max_batch_io)
         self.workers = futures.ThreadPoolExecutor(self.options.workers_count, thread_name_prefix="gdrkit-cufile-io")
-        # The jobs that callers have added, and those that the thread has taken but not run. None ends the thread.
-        self._added: queue.SimpleQueue[tuple[JobRunner, CufileJob] | None] = queue.SimpleQueue()
-        self._taken: deque[tuple[JobRunner, CufileJob]] = deque()
+        # The jobs that callers have submitted (None ends the thread), and the jobs that the thread has not run yet.
+        self._submitted_jobs: queue.SimpleQueue[tuple[JobRunner, CufileJob] | None] = queue.SimpleQueue()
+        self._taken_jobs: deque[tuple[JobRunner, CufileJob]] = deque()
         # An interrupted Thread.join() would count the thread as ended, so close() waits for this native object.
-        self._end = native.Completion()
-        # A thread that is not a daemon would keep the program from its end, where close_driver() ends the thread.
+        self._thread_completion = native.Completion()
+        # Python waits for threads that are not daemons before it calls close_driver(), which ends this thread.
         self._thread = threading.Thread(target=self._run_jobs, name="gdrkit-cufile", daemon=True)
         self._thread.start()
         forks.register(self)
 
     def submit(self, runner: JobRunner, job: CufileJob, transfer: Transfer | None = None) -> None:
-        """Add a job to the queue. The transfer, if there is one, gets the job."""
+        """Add a job to the queue. If `transfer` is given, it starts with this job."""
         if transfer is None:
-            self._added.put((runner, job))
+            self._submitted_jobs.put((runner, job))
         else:
-            transfer.start(job, self._added.put, (runner, job))
+            transfer.start(job, self._submitted_jobs.put, (runner, job))
 
     def close(self) -> None:
         """Run the jobs in the queue, deregister all memory and close the driver."""
-        self._added.put(None)
-        self._end.wait()
+        self._submitted_jobs.put(None)
+        self._thread_completion.wait()
         self.workers.shutdown()
         self.driver.close()
 
@@ -135,37 +135,37 @@ class SharedDriver:
         """Run the jobs of the queue until :meth:`close`. This is the thread of the queue."""
         is_closing = False
         try:
-            while not is_closing or self._taken:
-                while not is_closing and (not self._taken or not self._added.empty()):
-                    added = self._added.get()
-                    if added is None:
+            while not is_closing or self._taken_jobs:
+                while not is_closing and (not self._taken_jobs or not self._submitted_jobs.empty()):
+                    submitted_job = self._submitted_jobs.get()
+                    if submitted_job is None:
                         is_closing = True
                     else:
-                        self._taken.append(added)
-                if self._taken:
+                        self._taken_jobs.append(submitted_job)
+                if self._taken_jobs:
                     self._run_next_jobs()
         finally:
-            self._end.end()
+            self._thread_completion.end()
 
     def _run_next_jobs(self) -> None:
         """Run the first job of the queue, together with later jobs of the same file and direction.
 
         Small jobs (see :meth:`_is_small`) and large jobs do not run together.
         """
-        runner, first_job = self._taken.popleft()
+        runner, first_job = self._taken_jobs.popleft()
         jobs, other_jobs = [first_job], deque[tuple["JobRunner", "CufileJob"]]()
         is_small = self._is_small(first_job)
-        while self._taken and len(jobs) < _JOBS_MAX:
-            next_runner, job = self._taken.popleft()
+        while self._taken_jobs and len(jobs) < _JOBS_MAX:
+            next_runner, job = self._taken_jobs.popleft()
             if next_runner is runner and job.write == first_job.write and self._is_small(job) == is_small:
                 jobs.append(job)
             else:
                 other_jobs.append((next_runner, job))
-        self._taken.extendleft(reversed(other_jobs))
+        self._taken_jobs.extendleft(reversed(other_jobs))
         try:
             runner.execute(jobs)
         except BaseException as error:
-            # The threads that wait for the jobs raise it.
+            # The threads that wait for the jobs raise the error.
             for job in jobs:
                 job.end(error)
             if not isinstance(error, Exception):

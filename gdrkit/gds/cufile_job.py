@@ -49,7 +49,7 @@ class CufilePart(NamedTuple):
     address: int
     length_bytes: int
 
-    def rest(self, moved_bytes: int) -> CufilePart:
+    def without_first(self, moved_bytes: int) -> CufilePart:
         """Return the part without its first `moved_bytes`."""
         return CufilePart(
             self.range_index,
@@ -89,22 +89,22 @@ class CufileJob:
         self.failure: Failure | None = None
         # For each range of the transfer: the index of the joined range that contains it, its offset in the joined
         # range, and its length.
-        self._requested: list[tuple[int, int, int]] = []
+        self._requested_ranges: list[tuple[int, int, int]] = []
         # For each joined range: its offset in the file, its device address, and its length.
-        self._ranges: list[tuple[int, int, int]] = []
-        self._join(extents)
+        self._joined_ranges: list[tuple[int, int, int]] = []
+        self._join_ranges(extents)
         # A signal handler may cancel the job while its thread has the lock.
         self._lock = threading.RLock()
         # The joined range of the next part, and the offset of the part in it.
         self._range_index = self._offset_bytes = 0
         # For each joined range, the offset and the length of each part that arrived.
-        self._arrived_parts: list[dict[int, int]] = [{} for _ in self._ranges]
+        self._arrived_parts: list[dict[int, int]] = [{} for _ in self._joined_ranges]
         self._failed_part: dict[str, int] = {}
         self._why_failed = ""
         self._is_cancelled = False
-        self._began_s = time.monotonic()
+        self._start_s = time.monotonic()
         self._duration_s = 0.0
-        # An interrupt of a wait must not leave a lock of Python held, so this object is native.
+        # An interrupted wait must not leave a Python lock held, so this object is native.
         self._completion = native.Completion()
         self._error: BaseException | None = None
 
@@ -122,15 +122,15 @@ class CufileJob:
     @property
     def largest_range_bytes(self) -> int:
         """Size of the largest joined range, in bytes."""
-        return max((length for _, _, length in self._ranges), default=0)
+        return max((length for _, _, length in self._joined_ranges), default=0)
 
-    def parts_count(self, part_bytes: int) -> int:
+    def count_parts(self, part_bytes: int) -> int:
         """Return the number of parts of at most `part_bytes`."""
-        return sum(-(-length // part_bytes) for _, _, length in self._ranges)
+        return sum(-(-length // part_bytes) for _, _, length in self._joined_ranges)
 
-    def part_bytes(self, workers_count: int, largest_bytes: int) -> int:
+    def choose_part_bytes(self, workers_count: int, largest_bytes: int) -> int:
         """Return the size of parts that keeps all workers busy: at most `largest_bytes`, in steps of 1 MiB."""
-        share_bytes = sum(length for _, _, length in self._ranges) // (2 * workers_count)
+        share_bytes = sum(length for _, _, length in self._joined_ranges) // (2 * workers_count)
         return max(MIB, min(largest_bytes, share_bytes // MIB * MIB))
 
     def wait(self, timeout_us: int) -> bool:
@@ -143,7 +143,7 @@ class CufileJob:
 
     def end(self, error: BaseException | None = None) -> None:
         """End the transfer. With an error, :meth:`progress` raises it."""
-        self._duration_s = time.monotonic() - self._began_s
+        self._duration_s = time.monotonic() - self._start_s
         if self.memory is not None:  # A probe has no memory of a caller.
             count_transfer(self.route, sum(self.arrived()))
         self._error = error
@@ -173,9 +173,9 @@ class CufileJob:
     def arrived(self) -> Sequence[int]:
         """Return how many bytes of each range arrived from its beginning without a gap."""
         with self._lock:
-            intervals = [_joined_intervals(parts) for parts in self._arrived_parts]
+            intervals = [_join_parts(parts) for parts in self._arrived_parts]
         arrived_bytes = []
-        for range_index, offset, length in self._requested:
+        for range_index, offset, length in self._requested_ranges:
             begins, ends = intervals[range_index]
             position = bisect.bisect_right(begins, offset) - 1
             end = ends[position] if position >= 0 else offset
@@ -183,21 +183,23 @@ class CufileJob:
         return arrived_bytes
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether the job starts no further parts, because it failed or was cancelled."""
         return self._is_cancelled or self.failure is not None
 
     def take(self, part_bytes: int) -> CufilePart | None:
-        """Return the next part of at most `part_bytes`, or None if there is none, or the job failed or was cancelled.
+        """Return the next part of at most `part_bytes`, or None if no part is left, or the job failed or was cancelled.
 
         The caller must pass the result of the part to :meth:`complete` or :meth:`fail`.
         """
         with self._lock:
-            if self.stopped or not self._has_parts_left():
+            if self.is_stopped or not self._has_parts_left():
                 return None
-            file_offset, address, length = self._ranges[self._range_index]
-            done = self._offset_bytes
-            part = CufilePart(self._range_index, file_offset + done, address + done, min(part_bytes, length - done))
+            file_offset, address, length = self._joined_ranges[self._range_index]
+            done_bytes = self._offset_bytes
+            part = CufilePart(
+                self._range_index, file_offset + done_bytes, address + done_bytes, min(part_bytes, length - done_bytes)
+            )
             self._offset_bytes += part.length_bytes
             return part
 
@@ -207,20 +209,20 @@ class CufileJob:
             self.moved_bytes += moved_bytes
             index = part.range_index
             if moved_bytes == 0 and index == self._range_index:
-                self._offset_bytes = self._ranges[index][2]
+                self._offset_bytes = self._joined_ranges[index][2]
             if moved_bytes:
-                self._arrived_parts[index][part.file_offset_bytes - self._ranges[index][0]] = moved_bytes
+                self._arrived_parts[index][part.file_offset_bytes - self._joined_ranges[index][0]] = moved_bytes
 
     def fail(self, error: ApiError, part: CufilePart | None = None) -> None:
         """Store an error and the part that failed, unless an earlier error is stored."""
         with self._lock:
             if self.failure is not None:
                 return
-            self.failure = _failure_of(error)
+            self.failure = _make_failure(error)
             self._why_failed = str(error)
             if part is not None:
                 self._failed_part = {
-                    "failed_range_index": self._requested_index(part),
+                    "failed_range_index": self._find_requested_index(part),
                     "failed_offset_bytes": part.file_offset_bytes,
                     "failed_length_bytes": part.length_bytes,
                 }
@@ -230,28 +232,28 @@ class CufileJob:
         with self._lock:
             self.failure = self.failure or ("kernel", "fdatasync", error.errno or 0, "")
 
-    def _join(self, extents: Sequence[int]) -> None:
+    def _join_ranges(self, extents: Sequence[int]) -> None:
         """Join the ranges that follow each other in the file and in memory."""
         for file_offset, address, length in zip(extents[1::4], extents[2::4], extents[3::4], strict=True):
-            if self._ranges:
-                joined_offset, joined_address, joined_length = self._ranges[-1]
+            if self._joined_ranges:
+                joined_offset, joined_address, joined_length = self._joined_ranges[-1]
                 if (file_offset, address) == (joined_offset + joined_length, joined_address + joined_length):
-                    self._requested.append((len(self._ranges) - 1, joined_length, length))
-                    self._ranges[-1] = (joined_offset, joined_address, joined_length + length)
+                    self._requested_ranges.append((len(self._joined_ranges) - 1, joined_length, length))
+                    self._joined_ranges[-1] = (joined_offset, joined_address, joined_length + length)
                     continue
-            self._requested.append((len(self._ranges), 0, length))
-            self._ranges.append((file_offset, address, length))
+            self._requested_ranges.append((len(self._joined_ranges), 0, length))
+            self._joined_ranges.append((file_offset, address, length))
 
-    def _requested_index(self, part: CufilePart) -> int:
+    def _find_requested_index(self, part: CufilePart) -> int:
         """Return the index of the requested range that contains the first byte of a part."""
-        position = (part.range_index, part.file_offset_bytes - self._ranges[part.range_index][0])
-        beginnings = [(range_index, offset) for range_index, offset, _ in self._requested]
+        position = (part.range_index, part.file_offset_bytes - self._joined_ranges[part.range_index][0])
+        beginnings = [(range_index, offset) for range_index, offset, _ in self._requested_ranges]
         return bisect.bisect_right(beginnings, position) - 1
 
     def _has_parts_left(self) -> bool:
         """Go to the next range that has a part that was not started. Return whether there is one."""
-        while self._range_index < len(self._ranges):
-            if self._offset_bytes < self._ranges[self._range_index][2]:
+        while self._range_index < len(self._joined_ranges):
+            if self._offset_bytes < self._joined_ranges[self._range_index][2]:
                 return True
             self._range_index, self._offset_bytes = self._range_index + 1, 0
         return False
@@ -271,7 +273,7 @@ class PartSource:
         self._jobs = deque(jobs)
         self._all_jobs = tuple(jobs)
         self._part_bytes = part_bytes
-        self.parts_count = sum(job.parts_count(part_bytes) for job in jobs)
+        self.parts_count = sum(job.count_parts(part_bytes) for job in jobs)
 
     def take(self) -> tuple[CufileJob, CufilePart] | None:
         """Return the next part and its job, or None if all parts were taken."""
@@ -294,7 +296,7 @@ class PartSource:
             job.fail(error)
 
 
-def _joined_intervals(parts: Mapping[int, int]) -> tuple[list[int], list[int]]:
+def _join_parts(parts: Mapping[int, int]) -> tuple[list[int], list[int]]:
     """Return the beginnings and the ends of the intervals that the parts cover, from the lowest offset on."""
     begins: list[int] = []
     ends: list[int] = []
@@ -307,7 +309,7 @@ def _joined_intervals(parts: Mapping[int, int]) -> tuple[list[int], list[int]]:
     return begins, ends
 
 
-def _failure_of(error: ApiError) -> Failure:
+def _make_failure(error: ApiError) -> Failure:
     if error.errno is not None:
         return "kernel", error.operation, error.errno, error.status_name
     return error.api.value, error.operation, error.status or 0, error.status_name

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CufilePath", "probe_cufile"]
 
-# Bytes that the probe reads.
+# Size of the first block, which the probe reads, in bytes.
 _BLOCK_BYTES = 4096
 # Number of reads in the batch that finds out whether libcufile counts the routes of batches.
 _PROBE_READS = 2
-# How long a thread waits for results of a batch before it checks whether its transfers were cancelled, in seconds.
+# Longest wait for results of a batch before the thread checks whether its transfers were cancelled, in seconds.
 _BATCH_POLL_S = 0.1
 
 
@@ -115,7 +115,7 @@ class CufilePath:
         self._file = cufile.FileHandle(driver.driver, file.fileno(), keep=file)
         self._fd = file.fileno()
         self._open_file = file
-        # Why a transfer after the probe was not direct. Empty as long as all transfers were direct.
+        # The reason why a transfer after the probe was not direct; empty as long as all transfers were direct.
         self._why_fell_back = ""
         # Whether libcufile counts the routes of batches of this file; None before the first batch.
         self._batches_are_proven: bool | None = None
@@ -154,7 +154,7 @@ class CufilePath:
         return job
 
     def close(self) -> None:
-        """Deregister the file from cuFile and close its descriptor. If an interrupt comes first, both stay open."""
+        """Deregister the file from cuFile and close its descriptor. An interrupt can leave the file open."""
         self._file.close()
         call(self._open_file.close)
 
@@ -166,21 +166,21 @@ class CufilePath:
         uses_batch = self._should_use_batch(jobs)
         monitor = cufile.RouteMonitor(self._driver.driver, self._driver.host_tree)
         with contextlib.ExitStack() as leases:
-            source = PartSource(jobs, self._part_bytes(jobs))
+            part_source = PartSource(jobs, self._part_bytes(jobs))
             try:
-                registered = RegisteredRanges()
+                registered_ranges = RegisteredRanges()
                 if self._options.registers_memory:
-                    registered = self._driver.register_memory(jobs, self._device_index, leases)
+                    registered_ranges = self._driver.register_memory(jobs, self._device_index, leases)
                 with monitor.watch(self._fd):
                     # An error of a part does not end this block, because the other parts still need the proof of the
                     # monitor.
                     if uses_batch:
-                        self._run_batch(source, registered)
+                        self._run_batch(part_source, registered_ranges)
                     else:
-                        self._run_calls(source, registered)
+                        self._run_calls(part_source, registered_ranges)
                     self._sync(jobs)
             except ApiError as error:
-                source.fail(error)
+                part_source.fail(error)
         for job in jobs:
             job.proof = monitor.proof
         if monitor.proof.state is not cufile.RouteState.PROVEN and any(job.moved_bytes for job in jobs):
@@ -190,14 +190,14 @@ class CufilePath:
         """Return the size of the parts of these jobs, in bytes."""
         if len(jobs) > 1:
             return self._options.part_bytes_max
-        return jobs[0].part_bytes(self._options.workers_count, self._options.part_bytes_max)
+        return jobs[0].choose_part_bytes(self._options.workers_count, self._options.part_bytes_max)
 
     def _should_use_batch(self, jobs: Sequence[CufileJob]) -> bool:
         """Return whether these jobs are many small ranges, and libcufile counts the routes of batches."""
         range_bytes_max = self._options.batch_range_bytes_max
         if any(job.largest_range_bytes > range_bytes_max for job in jobs):
             return False
-        if sum(job.parts_count(range_bytes_max) for job in jobs) < self._options.batch_ranges_min:
+        if sum(job.count_parts(range_bytes_max) for job in jobs) < self._options.batch_ranges_min:
             return False
         if self._batches_are_proven is None:
             self._batches_are_proven = self._probe_batch()
@@ -223,53 +223,55 @@ class CufilePath:
             return False
         return job.failure is None and monitor.proof.state is cufile.RouteState.PROVEN
 
-    def _run_calls(self, source: PartSource, registered: RegisteredRanges) -> None:
+    def _run_calls(self, part_source: PartSource, registered_ranges: RegisteredRanges) -> None:
         """Transfer all parts by single calls of several threads, one of which is this thread."""
-        others_count = min(self._options.workers_count, source.parts_count) - 1
+        helper_count = min(self._options.workers_count, part_source.parts_count) - 1
         # If no thread can be started, submit() raises RuntimeError, but the call stays in the queue of the pool. So the
-        # pool gets futures that can be cancelled, instead of returning them.
-        others: list[futures.Future[None]] = [futures.Future() for _ in range(others_count)]
+        # calls get futures of this method, which it can then cancel.
+        helper_futures: list[futures.Future[None]] = [futures.Future() for _ in range(helper_count)]
         try:
             with contextlib.suppress(RuntimeError):  # Fewer threads transfer the parts.
-                for other in others:
-                    self._driver.workers.submit(self._run_other_worker, other, source, registered)
-            self._run_worker(source, registered)
+                for helper_future in helper_futures:
+                    self._driver.workers.submit(self._run_helper, helper_future, part_source, registered_ranges)
+            self._run_worker(part_source, registered_ranges)
         except BaseException:
-            source.stop()
+            part_source.stop()
             raise
         finally:
-            started = [other for other in others if not other.cancel()]
-            futures.wait(started)
-        for other in started:
-            other.result()
+            started_futures = [helper_future for helper_future in helper_futures if not helper_future.cancel()]
+            futures.wait(started_futures)
+        for helper_future in started_futures:
+            helper_future.result()
 
-    def _run_other_worker(self, future: futures.Future[None], source: PartSource, registered: RegisteredRanges) -> None:
+    def _run_helper(
+        self, future: futures.Future[None], part_source: PartSource, registered_ranges: RegisteredRanges
+    ) -> None:
         """Transfer parts until there are none left, unless the future was cancelled."""
         if not future.set_running_or_notify_cancel():
             return
         try:
-            self._run_worker(source, registered)
+            self._run_worker(part_source, registered_ranges)
         except BaseException as error:
-            source.stop()
+            part_source.stop()
             future.set_exception(error)
             raise
         future.set_result(None)
 
-    def _run_worker(self, source: PartSource, registered: RegisteredRanges) -> None:
+    def _run_worker(self, part_source: PartSource, registered_ranges: RegisteredRanges) -> None:
         """Transfer parts until there are none left."""
         try:
             with cuda.Device(self._device_index) as device, device.current():
-                while (taken := source.take()) is not None:
-                    self._run_part(*taken, registered)
+                while (job_and_part := part_source.take()) is not None:
+                    self._run_part(*job_and_part, registered_ranges)
         except ApiError as error:
-            source.fail(error)
+            part_source.fail(error)
 
-    def _run_part(self, job: CufileJob, part: CufilePart, registered: RegisteredRanges) -> None:
+    def _run_part(self, job: CufileJob, part: CufilePart, registered_ranges: RegisteredRanges) -> None:
         """Transfer one part. If a call transfers fewer bytes, further calls transfer the rest."""
         transfer = self._file.write if job.write else self._file.read
         try:
-            while part.length_bytes and not job.stopped:
-                memory, offset = registered.find(part)
+            while part.length_bytes and not job.is_stopped:
+                memory, offset = registered_ranges.find(part)
                 moved_bytes = transfer(
                     memory,
                     file_offset_bytes=part.file_offset_bytes,
@@ -279,19 +281,19 @@ class CufilePath:
                 job.complete(part, moved_bytes)
                 if moved_bytes == 0:
                     return
-                part = part.rest(moved_bytes)
+                part = part.without_first(moved_bytes)
         except ApiError as error:
             job.fail(error, part)
 
-    def _run_batch(self, source: PartSource, registered: RegisteredRanges) -> None:
+    def _run_batch(self, part_source: PartSource, registered_ranges: RegisteredRanges) -> None:
         """Transfer all parts by one batch, which is filled again whenever parts of it are complete."""
         with (
             cuda.Device(self._device_index) as device,
             device.current(),
             cufile.IoBatch(self._driver.driver, self._driver.batch_entries) as batch,
         ):
-            transfers = _BatchTransfers(batch, self._file, registered)
-            while transfers.fill(source):
+            transfers = _BatchTransfers(batch, self._file, registered_ranges)
+            while transfers.fill(part_source):
                 transfers.collect()
 
     def _sync(self, jobs: Sequence[CufileJob]) -> None:
@@ -323,21 +325,21 @@ class _FirstRead:
 
 
 class _BatchTransfers:
-    """The submitted transfers of one batch, and the rests of transfers that moved fewer bytes than requested."""
+    """The submitted transfers of one batch, and the remainders of transfers that moved fewer bytes than requested."""
 
-    def __init__(self, batch: cufile.IoBatch, file: cufile.FileHandle, registered: RegisteredRanges) -> None:
+    def __init__(self, batch: cufile.IoBatch, file: cufile.FileHandle, registered_ranges: RegisteredRanges) -> None:
         self._batch = batch
         self._file = file
-        self._registered = registered
-        self._rests: deque[tuple[CufileJob, CufilePart]] = deque()
+        self._registered = registered_ranges
+        self._remainders: deque[tuple[CufileJob, CufilePart]] = deque()
         # The submitted transfers by the id() of their requests.
         self._submitted: dict[int, tuple[cufile.BatchRequest, CufileJob, CufilePart]] = {}
         self._is_cancelled = False
 
-    def fill(self, source: PartSource) -> bool:
+    def fill(self, part_source: PartSource) -> bool:
         """Submit as many parts as the batch has room for. Return whether transfers are in progress."""
         requests = []
-        for job, part in self._next_parts(source):
+        for job, part in self._next_parts(part_source):
             memory, offset = self._registered.find(part)
             opcode = cufile.Opcode.WRITE if job.write else cufile.Opcode.READ
             buffer_range = cufile.BufferRange(memory, offset, part.length_bytes)
@@ -355,7 +357,7 @@ class _BatchTransfers:
 
     def collect(self) -> None:
         """Wait for results, and store them in their jobs."""
-        if not self._is_cancelled and all(job.stopped for _, job, _ in self._submitted.values()):
+        if not self._is_cancelled and all(job.is_stopped for _, job, _ in self._submitted.values()):
             self._is_cancelled = True
             self._batch.cancel()
         for event in self._batch.status(count_min=1, timeout_s=_BATCH_POLL_S):
@@ -365,15 +367,15 @@ class _BatchTransfers:
                 continue
             job.complete(part, event.bytes)
             if 0 < event.bytes < part.length_bytes:
-                self._rests.append((job, part.rest(event.bytes)))
+                self._remainders.append((job, part.without_first(event.bytes)))
 
-    def _next_parts(self, source: PartSource) -> Iterator[tuple[CufileJob, CufilePart]]:
+    def _next_parts(self, part_source: PartSource) -> Iterator[tuple[CufileJob, CufilePart]]:
         while len(self._submitted) < self._batch.capacity:
-            taken = self._rests.popleft() if self._rests else source.take()
-            if taken is None:
+            job_and_part = self._remainders.popleft() if self._remainders else part_source.take()
+            if job_and_part is None:
                 return
-            if not taken[0].stopped:
-                yield taken
+            if not job_and_part[0].is_stopped:
+                yield job_and_part
 
 
 def _access_mode(fd: int) -> int:

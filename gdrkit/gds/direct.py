@@ -126,7 +126,7 @@ class FileDirectPaths:
         # A signal handler may start a transfer of the file while its thread has the lock.
         self._probe_lock = threading.RLock()
 
-    def why_engine(self, memory: TransferBuffer) -> str | None:
+    def reason_for_engine(self, memory: TransferBuffer) -> str | None:
         """Return why the copy engine transfers this memory without a new probe and without a warning.
 
         None: a direct path must be searched or used. An empty text: the caller wants no direct path.
@@ -148,18 +148,18 @@ class FileDirectPaths:
         with self._probe_lock:
             result = self._results.get(memory.device_index)
             if result is None:
-                found = find_direct_path(fd, memory.device_index)
-                result = self._results.setdefault(memory.device_index, found)
-                if result is not found:
-                    found.close()
+                probe_result = find_direct_path(fd, memory.device_index)
+                result = self._results.setdefault(memory.device_index, probe_result)
+                if result is not probe_result:
+                    probe_result.close()
         why = result.why if result.path is None else result.path.why_not(extents)
         return (None, why) if why else (result.path, "")
 
     def close(self) -> None:
         """Close the paths. A second close does nothing."""
-        for index, result in tuple(self._results.items()):
+        for device_index, result in tuple(self._results.items()):
             result.close()
-            self._results.pop(index, None)
+            self._results.pop(device_index, None)
 
     def after_fork_in_child(self) -> None:
         """Abandon the paths in a forked child. Their threads and their driver are in the parent."""
@@ -190,11 +190,11 @@ def report_fallback(why: str, path: str, *, required: bool) -> None:
     if why not in _reported_causes:
         _reported_causes.add(why)
         message = f"there is no direct path, so the copy engine moves the bytes through host memory: {why}"
-        warnings.warn(message, FallbackWarning, stacklevel=_caller_level())
+        warnings.warn(message, FallbackWarning, stacklevel=_find_caller_level())
 
 
-def _caller_level() -> int:
-    """Return the `stacklevel` of a warning of the calling function that names the first line outside of gdrkit."""
+def _find_caller_level() -> int:
+    """Return the `stacklevel` with which a warning names the line outside of gdrkit that called gdrkit."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - inspect.stack() would read the source of each frame.
     level = 1
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("gdrkit."):

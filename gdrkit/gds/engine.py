@@ -107,8 +107,8 @@ class EngineOptions:
         return min(self.workers_count, max(len(os.sched_getaffinity(0)), 2))
 
 
-# Settings for host memory. Many threads copy, because the processors move all bytes. Small first chunks have no use,
-# because no device waits for them.
+# Settings for host memory. Many threads copy, because the processors move all bytes. Small first chunks have no
+# advantage, because no device waits for data.
 HOST_OPTIONS = EngineOptions(workers_count=16, buffers_count=1, chunk_bytes=8 * MIB, first_chunk_bytes=8 * MIB)
 
 
@@ -195,7 +195,7 @@ class Engine:
 
         Meanwhile, the engine refuses further jobs. If Ctrl-C ends the wait, the engine stays open.
         """
-        # A forked child of a signal handler has another native engine.
+        # close() returns False in a child that a signal handler has forked. The child has its own native engine.
         while not self._engine.close():
             pass
         self._is_closed = True
@@ -212,8 +212,8 @@ class Engine:
             self._engine = native.Engine(**self._settings)
 
 
-# Engines by device index. Devices of one NUMA node share none: the threads that fill one link are too few for two, and
-# with more threads the staging memory of one engine no longer fits into their processor caches.
+# Engines by device index. Even devices on one NUMA node have separate engines: the threads that fill one link are too
+# few for two links, and the staging memory of an engine with more threads does not fit into their processor caches.
 _engines: dict[int, Engine] = {}
 # Engines that close_engines() has taken out of use. They are here until they are closed, also after an interrupt.
 _retired_engines: dict[Engine, None] = {}
@@ -231,7 +231,7 @@ def engine_for(device_index: int) -> Engine:
         return engine
     with _lock:
         while True:
-            engine = _engines.get(device_index) or _keep_first(device_index, _create_engine(device_index))
+            engine = _engines.get(device_index) or _add_if_first(device_index, _create_engine(device_index))
             if not engine.closed:
                 return engine
             _engines.pop(device_index, None)  # A signal handler has closed the engines meanwhile.
@@ -244,7 +244,7 @@ def _create_engine(device_index: int) -> Engine:
         return Engine(node=int(native.node_of_device(device.pci_bus_id)))
 
 
-def _keep_first(device_index: int, engine: Engine) -> Engine:
+def _add_if_first(device_index: int, engine: Engine) -> Engine:
     """Add a new engine, unless a signal handler has added one meanwhile, and return the engine that is used."""
     used_engine = _engines.setdefault(device_index, engine)
     if used_engine is not engine:
@@ -265,7 +265,7 @@ def close_engines() -> None:
         _retired_engines.pop(engine, None)
 
 
-def _end_at_exit() -> None:
+def _close_at_exit() -> None:
     """Close every engine, and release the memory of the transfers whose futures the program has dropped."""
     try:
         close_engines()
@@ -278,8 +278,8 @@ def _end_at_exit() -> None:
     for transfer in tuple(native.in_progress.values()):
         transfer.discard()
     if threading.active_count() > 1:
-        # The end of the interpreter stops a daemon thread for ever, with the objects that it uses.
+        # At its end, the interpreter stops daemon threads for ever, and never frees the objects that they use.
         native.ignore_leaks()
 
 
-atexit.register(_end_at_exit)
+atexit.register(_close_at_exit)

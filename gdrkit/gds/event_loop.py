@@ -1,4 +1,4 @@
-"""Waits of the coroutines of an event loop for jobs. No thread waits: one descriptor wakes the loop for all of them."""
+"""Waits of asyncio coroutines for jobs. One descriptor wakes the event loop for all jobs, so that no thread waits."""
 
 from __future__ import annotations
 
@@ -37,40 +37,40 @@ class LoopWaits:
         token, future = next(self._tokens), loop.create_future()
         notify(self._queue, token)
         if not self._futures:
-            loop.add_reader(self._queue.fileno(), self._take)
+            loop.add_reader(self._queue.fileno(), self._complete_futures)
         self._futures[token] = future
         return future
 
-    def _take(self) -> None:
+    def _complete_futures(self) -> None:
         """Complete the futures of the jobs that ended. Without further futures, the descriptor is closed."""
         try:
             for token in self._queue.take():
-                self._complete(token)
+                self._complete_future(token)
         except BaseException:
-            # A signal handler raised, so that tokens may be lost. Each coroutine looks whether its job is over.
+            # A signal handler raised an exception, so tokens may be lost. Each coroutine checks its job again.
             for token in tuple(self._futures):
-                self._complete(token)
+                self._complete_future(token)
             raise
         if not self._futures:
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._queue.fileno())
-            vars(loop).pop(_ATTRIBUTE, None)
+            vars(loop).pop(_WAITS_ATTRIBUTE, None)
 
-    def _complete(self, token: int) -> None:
+    def _complete_future(self, token: int) -> None:
         future = self._futures.pop(token, None)
         # The coroutine of a future that is done was cancelled.
         if future is not None and not future.done():
             future.set_result(None)
 
 
-# The attribute of an event loop that has its waits. A loop that was stopped keeps their descriptor while it exists.
-_ATTRIBUTE = "_gdrkit_waits"
+# The attribute of an event loop that has its waits. A stopped loop keeps their descriptor as long as it exists.
+_WAITS_ATTRIBUTE = "_gdrkit_waits"
 
 
 def loop_waits() -> LoopWaits:
     """Return the waits of the running event loop."""
     attributes = vars(asyncio.get_running_loop())
-    waits: LoopWaits | None = attributes.get(_ATTRIBUTE)
+    waits: LoopWaits | None = attributes.get(_WAITS_ATTRIBUTE)
     if waits is None:
-        waits = attributes[_ATTRIBUTE] = LoopWaits()
+        waits = attributes[_WAITS_ATTRIBUTE] = LoopWaits()
     return waits

@@ -16,7 +16,7 @@ from gdrkit.gds.buffer import HOST, TransferBuffer, describe_buffer
 from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import OPEN_FLAGS, Access, Direct, OpenDescriptor, check_choices, open_regular, os_error
-from gdrkit.gds.ranges import check_range, extents_of, part_length
+from gdrkit.gds.ranges import check_range, make_extents, resolve_length_bytes
 from gdrkit.gds.result import Route, TransferResult, short_transfer_error
 from gdrkit.gds.transfer import Transfer, transfers_of
 
@@ -282,7 +282,7 @@ class File:
         ------
         ApiError
             EDEADLK: the call is part of a signal handler or of a finalizer, and this thread uses the file in the call
-            that it interrupted. Or an error of close(2), after which the file is closed.
+            that it interrupted. Another error is an error of close(2); the file is closed nevertheless.
         """
         self._descriptor.close(self._end_transfers)
 
@@ -299,7 +299,7 @@ class File:
         memory = describe_buffer(buffer, writable=not write)
         transfer = Transfer(memory, (self,), direct_required=self.direct == "required")
         try:
-            self._start(transfer, memory, extents_of(memory, ranges), write=write)
+            self._start(transfer, memory, make_extents(memory, ranges), write=write)
         except BaseException:
             transfer.discard()
             raise
@@ -318,11 +318,11 @@ class File:
         """Start a transfer of one range. A read of unknown length ends at the end of the file."""
         transfer = Transfer(memory, (self,), direct_required=self.direct == "required")
         try:
-            length = part_length(memory, buffer_offset_bytes, length_bytes)
-            check_range("file range", file_offset_bytes, length)
+            range_bytes = resolve_length_bytes(memory, buffer_offset_bytes, length_bytes)
+            check_range("file range", file_offset_bytes, range_bytes)
             if length_bytes is None and not write:
-                length = min(length, max(self.size_bytes - file_offset_bytes, 0))
-            extents = [0, file_offset_bytes, memory.address + buffer_offset_bytes, length]
+                range_bytes = min(range_bytes, max(self.size_bytes - file_offset_bytes, 0))
+            extents = [0, file_offset_bytes, memory.address + buffer_offset_bytes, range_bytes]
             self._start(transfer, memory, extents, write=write, durable=durable)
         except BaseException:
             transfer.discard()
@@ -334,9 +334,9 @@ class File:
     ) -> None:
         """Start a transfer on a direct path or by the engine. Only short transfers (_move_short) do not begin here."""
         if write and not self.writable:
-            raise self._mode_error()
+            raise self._make_mode_error()
         transfer.extents = extents
-        why = self._direct_paths.why_engine(memory)
+        why = self._direct_paths.reason_for_engine(memory)
         if why is None:
             with self.in_use():
                 path, why = self._direct_paths.find(self.fileno(), memory, extents)
@@ -371,23 +371,23 @@ class File:
 
         Return None if the range is not short, or may take a direct path. Otherwise release the memory.
         """
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         try:
-            length = part_length(memory, buffer_offset_bytes, length_bytes)
+            range_bytes = resolve_length_bytes(memory, buffer_offset_bytes, length_bytes)
             is_host_write = write and memory.device_index == HOST
-            if length > (native.SMALL_HOST_WRITE_BYTES_MAX if is_host_write else native.SMALL_BYTES_MAX):
+            if range_bytes > (native.SMALL_HOST_WRITE_BYTES_MAX if is_host_write else native.SMALL_BYTES_MAX):
                 return None
-            if self.access == "direct" or (why_not_direct := self._direct_paths.why_engine(memory)) is None:
+            if self.access == "direct" or (why_not_direct := self._direct_paths.reason_for_engine(memory)) is None:
                 return None
-            check_range("file range", file_offset_bytes, length)
+            check_range("file range", file_offset_bytes, range_bytes)
             if write and not self.writable:
-                raise self._mode_error()  # noqa: TRY301 - the memory is released below.
+                raise self._make_mode_error()  # noqa: TRY301 - the memory is released below.
             moved_bytes, failure = engine_for(memory.device_index).transfer_small(
                 write,
                 self._descriptor.native,
                 file_offset_bytes,
                 memory.address + buffer_offset_bytes,
-                length,
+                range_bytes,
                 memory.device_index,
             )
         except native.FileClosed:
@@ -397,14 +397,14 @@ class File:
             memory.release()
             raise
         memory.release()
-        duration_s = time.monotonic() - began_s
+        duration_s = time.monotonic() - start_s
         result = TransferResult(moved_bytes, Route.ENGINE, 0, (moved_bytes,), duration_s, why_not_direct)
-        if failure is None and (moved_bytes == length or (length_bytes is None and not write)):
+        if failure is None and (moved_bytes == range_bytes or (length_bytes is None and not write)):
             return result
-        arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length}
+        arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": range_bytes}
         raise short_transfer_error(failure, arguments, result)
 
-    def _mode_error(self) -> UsageError:
+    def _make_mode_error(self) -> UsageError:
         message = f"{self.path} was opened for reading only"
         return UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
 

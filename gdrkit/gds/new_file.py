@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Destination", "new_file", "open_destination"]
 
 # Errors of open(2) for O_TMPFILE if the file system, or an old kernel, does not support it.
-_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
+_NO_TMPFILE_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
 # Permission bits.
 _ALL_BITS = 0o777
 _OWNER_READ_WRITE_BITS = 0o600
@@ -51,7 +51,7 @@ class Destination:
     ----------
     path : str
         The complete path, for error messages.
-    folder : int
+    folder_fd : int
         Descriptor of the folder (O_PATH). It is open inside the block of :func:`open_destination`.
     name : str
         The last part of the path.
@@ -60,7 +60,7 @@ class Destination:
     """
 
     path: str
-    folder: int
+    folder_fd: int
     name: str
     old_status: os.stat_result | None
 
@@ -99,8 +99,9 @@ def new_file(
     """Create a file, give it its name when the block ends without an error, and remove it otherwise.
 
     If the file replaces no other file, it gets the permission bits of the source, less the bits of the umask. Otherwise
-    it gets the permission bits of the replaced file and, if this process may change owners, the owner of that file.
-    Until then, only the owner of the new file can open it. Set-user-id, set-group-id and sticky bits are never copied.
+    only its owner can open it during the block. At the end of the block, it gets the permission bits of the replaced
+    file and, if this process may change owners, the owner of that file. Set-user-id, set-group-id and sticky bits are
+    never copied.
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ def new_file(
     # The temporary name is chosen before the file exists, so that the cleanup can remove the file after an interrupt.
     temporary_name = f".gdrkit-{uuid.uuid4().hex}.part"
     with contextlib.ExitStack() as stack:
-        stack.callback(_remove, destination.folder, temporary_name)
+        stack.callback(_remove_temporary_name, destination.folder_fd, temporary_name)
         folder_fd = _open_to_sync(destination, stack) if durable else None
         native_file, has_temporary_name = _create(destination, temporary_name, mode_bits)
         file = stack.enter_context(
@@ -163,10 +164,10 @@ def _follow_link(path: Path) -> Path:
         link.close()
 
 
-def _stat_regular(folder: int, name: str, path: str) -> os.stat_result | None:
+def _stat_regular(folder_fd: int, name: str, path: str) -> os.stat_result | None:
     """Return the stat result of `name`, or None if it does not exist. Raise UsageError if it is not a regular file."""
     try:
-        file_status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        file_status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -181,7 +182,7 @@ def _stat_regular(folder: int, name: str, path: str) -> os.stat_result | None:
 def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
     """Open the folder for fsync(2). Without read permission this fails before anything is copied."""
     try:
-        folder = open_file(".", os.O_RDONLY | os.O_DIRECTORY, folder=destination.folder)
+        folder = open_file(".", os.O_RDONLY | os.O_DIRECTORY, folder=destination.folder_fd)
     except OSError as error:
         raise os_error("open", str(Path(destination.path).parent), error) from error
     stack.callback(folder.close)
@@ -193,12 +194,12 @@ def _create(destination: Destination, temporary_name: str, mode_bits: int) -> tu
     flags = os.O_RDWR
     try:
         try:
-            return open_file(".", flags | os.O_TMPFILE, mode_bits, folder=destination.folder), False
+            return open_file(".", flags | os.O_TMPFILE, mode_bits, folder=destination.folder_fd), False
         except OSError as error:
-            if error.errno not in _NO_TMPFILE:
+            if error.errno not in _NO_TMPFILE_ERRNOS:
                 raise
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        return open_file(temporary_name, flags, mode_bits, folder=destination.folder), True
+        return open_file(temporary_name, flags, mode_bits, folder=destination.folder_fd), True
     except OSError as error:
         raise os_error("create", destination.path, error) from error
 
@@ -232,19 +233,19 @@ def _set_owner(fd: int, old_status: os.stat_result) -> bool:
 
 def _set_final_name(fd: int, destination: Destination, temporary_name: str, *, has_temporary_name: bool) -> None:
     """Give the file its final name."""
-    name, folder = destination.name, destination.folder
+    name, folder_fd = destination.name, destination.folder_fd
     if not has_temporary_name:
         fd_path = f"/proc/self/fd/{fd}"
         if destination.old_status is None:
             with contextlib.suppress(FileExistsError):
-                os.link(fd_path, name, dst_dir_fd=folder)
+                os.link(fd_path, name, dst_dir_fd=folder_fd)
                 return
         # linkat(2) does not replace an existing file, but rename(2) does, and it needs a name to rename.
-        os.link(fd_path, temporary_name, dst_dir_fd=folder)
-    _stat_regular(folder, name, destination.path)
-    os.rename(temporary_name, name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.link(fd_path, temporary_name, dst_dir_fd=folder_fd)
+    _stat_regular(folder_fd, name, destination.path)
+    os.rename(temporary_name, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 
-def _remove(folder: int, temporary_name: str) -> None:
+def _remove_temporary_name(folder_fd: int, temporary_name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary_name, dir_fd=folder)
+        os.unlink(temporary_name, dir_fd=folder_fd)

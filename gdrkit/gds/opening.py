@@ -89,9 +89,9 @@ class OpenDescriptor:
         A second close does nothing. A close during another close waits for the first.
         """
         try:
-            # A forked child of a signal handler has another native file.
+            # A child that a signal handler has forked meanwhile has another native file, which is still open.
             while not self.closed:
-                # The uses of the threads that the end of the interpreter has stopped do not end.
+                # At its end, the interpreter stops the other threads, so their uses of the file never end.
                 self.native.close(end_transfers, not sys.is_finalizing())
         except native.EngineError as error:
             raise api_error(error.args, arguments={"path": self.path}) from error
@@ -105,7 +105,7 @@ class OpenDescriptor:
 
 
 def check_choices(access: str, direct: str) -> None:
-    """Raise :class:`~gdrkit.errors.UsageError` unless both arguments of a file have one of their values."""
+    """Raise :class:`~gdrkit.errors.UsageError` unless both arguments have allowed values."""
     for name, value, choices in (("access", access, get_args(Access)), ("direct", direct, get_args(Direct))):
         if value not in choices:
             message = f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}"
@@ -126,8 +126,8 @@ def open_file(
     try:
         return native.OpenFile.open(os.fsencode(path), flags, mode, folder)
     except native.EngineError as error:
-        number = error.args[2]
-        raise OSError(number, os.strerror(number), path) from None
+        error_number = error.args[2]
+        raise OSError(error_number, os.strerror(error_number), path) from None
 
 
 def open_regular(path: str, flags: int) -> Any:  # noqa: ANN401 - native object.

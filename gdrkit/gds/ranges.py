@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.buffer import TransferBuffer
 
-__all__ = ["Range", "check_range", "data_ranges", "extents_of", "part_length"]
+__all__ = ["Range", "check_range", "data_ranges", "make_extents", "resolve_length_bytes"]
 
 # (file offset, length) or (file offset, length, buffer offset), in bytes.
 Range = tuple[int, int] | tuple[int, int, int]
@@ -32,7 +32,7 @@ def check_range(range_name: str, offset_bytes: int, length_bytes: int) -> None:
         raise UsageError(message)
 
 
-def part_length(buffer: TransferBuffer, offset_bytes: int, length_bytes: int | None) -> int:
+def resolve_length_bytes(buffer: TransferBuffer, offset_bytes: int, length_bytes: int | None) -> int:
     """Return the length of a part of the memory. `length_bytes` None means up to the end of the memory.
 
     Raises
@@ -40,14 +40,14 @@ def part_length(buffer: TransferBuffer, offset_bytes: int, length_bytes: int | N
     UsageError
         The part is not inside the memory.
     """
-    length = buffer.length_bytes - offset_bytes if length_bytes is None else length_bytes
-    if offset_bytes < 0 or length < 0 or offset_bytes + length > buffer.length_bytes:
-        message = f"{length} bytes at offset {offset_bytes} are not inside memory of {buffer.length_bytes} bytes"
+    part_bytes = buffer.length_bytes - offset_bytes if length_bytes is None else length_bytes
+    if offset_bytes < 0 or part_bytes < 0 or offset_bytes + part_bytes > buffer.length_bytes:
+        message = f"{part_bytes} bytes at offset {offset_bytes} are not inside memory of {buffer.length_bytes} bytes"
         raise UsageError(message)
-    return length
+    return part_bytes
 
 
-def extents_of(buffer: TransferBuffer, ranges: Iterable[Range]) -> list[int]:
+def make_extents(buffer: TransferBuffer, ranges: Iterable[Range]) -> list[int]:
     """Return the extents for ranges of a single file, whose index is 0.
 
     Raises
@@ -62,17 +62,17 @@ def extents_of(buffer: TransferBuffer, ranges: Iterable[Range]) -> list[int]:
         file_offset, length = file_range[0], file_range[1]
         buffer_offset = file_range[2] if len(file_range) > 2 else next_offset  # noqa: PLR2004 - see Range.
         next_offset = buffer_offset + length
-        # The checks below raise the errors. They are not called for every range, because a call may have thousands.
+        # The functions raise the errors. They are only called for invalid ranges, because a call may have thousands.
         if file_offset < 0 or length < 0 or file_offset + length > _OFFSET_MAX:
             check_range("file range", file_offset, length)
         if buffer_offset < 0 or next_offset > length_max:
-            part_length(buffer, buffer_offset, length)
+            resolve_length_bytes(buffer, buffer_offset, length)
         extents += (0, file_offset, address + buffer_offset, length)
     return extents
 
 
 def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of each data range of a file, so without holes.
+    """Yield (begin, end) of each range of a file that contains data, so the holes are left out.
 
     If the file system does not support SEEK_DATA, the complete file is one data range.
     """

@@ -71,8 +71,8 @@ class BenchmarkPlan:
 
     def points(self) -> list[tuple[str, int]]:
         """Return (kind, size in bytes) of each point."""
-        sizes = sorted({min(size, self.file_bytes) for size in self.sizes_bytes})
-        return [(kind, size) for kind in self.kinds for size in sizes]
+        sizes_bytes = sorted({min(size_bytes, self.file_bytes) for size_bytes in self.sizes_bytes})
+        return [(kind, size_bytes) for kind in self.kinds for size_bytes in sizes_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +138,19 @@ def measure(
         path = Path(name) / "read"
         _create_file(path, plan.file_bytes)
         kinds_and_sizes = plan.points()
-        for kind, size in kinds_and_sizes:
-            points.append(_measure_point(plan, path, kind, size))
+        for kind, size_bytes in kinds_and_sizes:
+            points.append(_measure_point(plan, path, kind, size_bytes))
             on_point(points[-1], len(kinds_and_sizes))
     return points
 
 
-def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size: int) -> BenchmarkPoint:
-    with chunk_buffers(plan.device_index, size, 1) as (memory,):
+def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size_bytes: int) -> BenchmarkPoint:
+    with chunk_buffers(plan.device_index, size_bytes, 1) as (memory,):
         if kind.endswith("read"):
             with File(path, direct=plan.direct) as file:
                 is_cold = kind == "cold read"
                 note = _drop_from_cache(file) if is_cold else _load_into_cache(file)
-                offsets = _random_offsets(plan.file_bytes, size, is_once=is_cold)
+                offsets = _random_offsets(plan.file_bytes, size_bytes, is_once=is_cold)
                 durations_s, routes, cpu_s = _time_transfers(
                     lambda offset: file.read_into(memory, file_offset_bytes=offset), offsets, seconds=plan.seconds
                 )
@@ -158,17 +158,19 @@ def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size: int) -> Ben
             note, durable = "", kind == "durable write"
             destination = path.with_name("written")
             with File(destination, "w", direct=plan.direct) as file:
-                offsets = itertools.cycle(range(0, _transfers_per_file(plan.file_bytes, size) * size, size))
+                offsets = itertools.cycle(
+                    range(0, _transfers_per_file(plan.file_bytes, size_bytes) * size_bytes, size_bytes)
+                )
                 durations_s, routes, cpu_s = _time_transfers(
                     lambda offset: file.write_from(memory, file_offset_bytes=offset, durable=durable),
                     offsets,
                     seconds=plan.seconds,
                 )
             destination.unlink()
-    total_s, total_bytes = sum(durations_s), size * len(durations_s)
+    total_s, total_bytes = sum(durations_s), size_bytes * len(durations_s)
     return BenchmarkPoint(
         kind=kind,
-        size_bytes=size,
+        size_bytes=size_bytes,
         rate_gb_per_s=total_bytes / total_s / 1e9,
         operations_per_s=len(durations_s) / total_s,
         latency_us=statistics.median(durations_s) * 1e6,
@@ -191,31 +193,31 @@ def _time_transfers(
     """
     durations_s: list[float] = []
     routes: set[str] = set()
-    cpu_before_s, began_s = _cpu_time_s(), time.monotonic()
+    cpu_before_s, start_s = _cpu_time_s(), time.monotonic()
     for offset in offsets:
-        transfer_began_s = time.monotonic()
+        transfer_start_s = time.monotonic()
         result = transfer(offset)
-        durations_s.append(time.monotonic() - transfer_began_s)
+        durations_s.append(time.monotonic() - transfer_start_s)
         routes.add(result.route.value)
-        if time.monotonic() - began_s >= seconds:
+        if time.monotonic() - start_s >= seconds:
             break
     return durations_s, routes, _cpu_time_s() - cpu_before_s
 
 
-def _transfers_per_file(file_bytes: int, size: int) -> int:
-    return max(file_bytes // size, 1)
+def _transfers_per_file(file_bytes: int, size_bytes: int) -> int:
+    return max(file_bytes // size_bytes, 1)
 
 
-def _random_offsets(file_bytes: int, size: int, *, is_once: bool) -> Iterable[int]:
+def _random_offsets(file_bytes: int, size_bytes: int, *, is_once: bool) -> Iterable[int]:
     """Return random offsets of reads: each offset once if `is_once` is true, else an endless sequence.
 
     The order is random, because otherwise the kernel would read ahead. Each run has the same order.
     """
-    count = _transfers_per_file(file_bytes, size)
-    generator = random.Random(size)  # noqa: S311 - not used for secrets.
+    count = _transfers_per_file(file_bytes, size_bytes)
+    generator = random.Random(size_bytes)  # noqa: S311 - not used for secrets.
     if is_once:
-        return generator.sample(range(0, count * size, size), count)
-    return (generator.randrange(count) * size for _ in itertools.count())
+        return generator.sample(range(0, count * size_bytes, size_bytes), count)
+    return (generator.randrange(count) * size_bytes for _ in itertools.count())
 
 
 def _create_file(path: Path, length_bytes: int) -> None:

@@ -34,9 +34,9 @@ def count_transfer(route: Route, moved_bytes: int) -> None:
 def transfer_totals() -> dict[Route, RouteTotals]:
     """Return the totals of this process for each route that a transfer took."""
     with _lock:
-        by_route = {route: RouteTotals(*totals) for route, totals in _totals.items()}
-    # Without the native module, the engine has transferred nothing. The totals do not import it.
+        totals_by_route = {route: RouteTotals(*totals) for route, totals in _totals.items()}
+    # If the native module is not loaded, the engine has transferred nothing, so this function does not load it.
     engine = sys.modules.get("gdrkit.gds._engine")
     if engine is not None and engine.totals()[0]:
-        by_route[Route.ENGINE] = RouteTotals(*engine.totals())
-    return by_route
+        totals_by_route[Route.ENGINE] = RouteTotals(*engine.totals())
+    return totals_by_route

@@ -36,12 +36,12 @@ __all__ = ["Transfer", "TransferJob", "transfers_of"]
 
 # Interval of progress reports, in seconds.
 _PROGRESS_S = 0.05
-# Longer timeouts are no limit: a hundred years, in seconds.
+# Longer timeouts count as no limit: a hundred years, in seconds.
 _TIMEOUT_S_MAX = 100 * 365 * 86400.0
 
 
-# Numbers of each extent of a transfer.
-_EXTENT_NUMBERS = 4
+# Count of the numbers that describe one range; see `extents` of Transfer.
+_NUMBERS_PER_EXTENT = 4
 
 
 class TransferJob(Protocol):
@@ -70,9 +70,9 @@ class TransferJob(Protocol):
         """Return how many bytes of each range arrived. It is valid when the job is over."""
 
 
-# `native.in_progress` has all transfers in progress, by their tokens. They are alive there, because their memory must
-# not be freed before they end. `native.ended` has the ones whose job is over. These dictionaries and the native queue
-# of the ended jobs need no lock, so that a finalizer may start a transfer.
+# `native.in_progress` has all transfers in progress, by their tokens. It keeps them alive, because their memory must
+# not be freed before they end. `native.ended` has the transfers whose job is over. These dictionaries and the native
+# queue of the ended jobs need no lock, so that a finalizer may start a transfer.
 _tokens = itertools.count(1)
 
 
@@ -148,7 +148,7 @@ class Transfer:
         self.why_not_direct = ""
         self._direct_required = direct_required
         self._device_index = buffer.device_index
-        # The result and the error. One tuple, so that a thread sees both or none.
+        # The result and the error. This is one tuple, so that a thread sees both or none.
         self._outcome: tuple[TransferResult, GdrkitError | None] | None = None
         self.token = next(_tokens)
         # A caller may drop a future without a call of result(). Then a later transfer releases its memory here.
@@ -159,14 +159,14 @@ class Transfer:
     def start(self, job: TransferJob, function: Callable[[Any], object], argument: object) -> None:
         """Store the job and call `function`, which starts it.
 
-        If `function` is a function of C, such as the method of a queue, then no interrupt comes between the two. The
-        transfer has its job exactly if the job was started.
+        If `function` is written in C, such as the method of a queue, no interrupt can come between the two steps. So
+        the transfer has a job if and only if the job was started.
         """
         job.notify(native.ended_jobs, self.token)
         native.start(self, job, function, argument)
 
     def discard(self) -> None:
-        """Release the memory after an error of the start, unless a job uses the memory."""
+        """Release the memory after the start has failed, unless a job uses the memory."""
         if not hasattr(self, "job") or self.job.wait(0):
             self.release()
 
@@ -178,7 +178,7 @@ class Transfer:
     @property
     def length_bytes(self) -> int:
         """Number of bytes that were requested."""
-        return sum(self.extents[3::_EXTENT_NUMBERS])
+        return sum(self.extents[3::_NUMBERS_PER_EXTENT])
 
     def done(self) -> bool:
         """Return whether the transfer is over."""
@@ -192,7 +192,7 @@ class Transfer:
     def exception(self, timeout_s: float | None = None) -> GdrkitError | None:
         """Wait, and return the error that :meth:`result` would raise, or None."""
         self._wait(timeout_s)
-        _, error = self._end()
+        _, error = self._finish()
         return None if error is None else error.clone()
 
     def result(
@@ -222,8 +222,8 @@ class Transfer:
         if on_progress is None:
             self._wait(timeout_s)
         else:
-            self._watch(timeout_s, on_progress)
-        result, error = self._end()
+            self._wait_with_progress(timeout_s, on_progress)
+        result, error = self._finish()
         if error is not None:
             raise error.clone()
         return result
@@ -244,15 +244,15 @@ class Transfer:
                 self._cancel_and_wait()
                 raise
         if cancelled is not None:
-            self._end()
+            self._finish()
             raise cancelled
         return self.result()
 
     def _wait(self, timeout_s: float | None) -> None:
         if not self.job.wait(_timeout_us(timeout_s)):
-            raise self._timeout_error()
+            raise self._make_timeout_error()
 
-    def _watch(self, timeout_s: float | None, on_progress: Callable[[int, int], None]) -> None:
+    def _wait_with_progress(self, timeout_s: float | None, on_progress: Callable[[int, int], None]) -> None:
         deadline_s = None if _timeout_us(timeout_s) < 0 else time.monotonic() + (timeout_s or 0)
         is_late = False
         try:
@@ -265,18 +265,18 @@ class Transfer:
             self._cancel_and_wait()
             raise
         if is_late:
-            raise self._timeout_error()
+            raise self._make_timeout_error()
 
     def _cancel_and_wait(self) -> None:
         """Cancel the transfer, wait for the chunks in progress, and release the memory."""
         self.job.cancel()
         self.job.wait(-1)
-        self._end()
+        self._finish()
 
-    def _timeout_error(self) -> TimeoutError:
+    def _make_timeout_error(self) -> TimeoutError:
         return TimeoutError(f"{self.bytes_moved} of {self.length_bytes} bytes moved so far")
 
-    def _end(self) -> tuple[TransferResult, GdrkitError | None]:
+    def _finish(self) -> tuple[TransferResult, GdrkitError | None]:
         """Release the memory of a transfer that is over, and return the result and the error of the transfer.
 
         Several threads may do this at the same time without a lock, because they get the same values.
@@ -298,7 +298,7 @@ class Transfer:
                 self.why_not_direct or progress.get("why_not_direct", ""),
                 progress.get("counters", NO_COUNTERS),
             )
-            self._outcome = result, self._error_of(progress, result)
+            self._outcome = result, self._make_error(progress, result)
         self.release()
         return self._outcome
 
@@ -311,10 +311,10 @@ class Transfer:
         native.in_progress.pop(self.token, None)
         native.ended.pop(self.token, None)
 
-    def _error_of(self, progress: dict[str, Any], result: TransferResult) -> GdrkitError | None:
+    def _make_error(self, progress: dict[str, Any], result: TransferResult) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""
         failure: Failure | None = progress["failure"]
-        lengths = tuple(self.extents[3::_EXTENT_NUMBERS])
+        lengths = tuple(self.extents[3::_NUMBERS_PER_EXTENT])
         is_complete = failure is None and not progress["cancelled"] and result.range_bytes == lengths
         if is_complete and not (self._direct_required and result.bytes and result.route not in DIRECT_ROUTES):
             return None
@@ -322,7 +322,7 @@ class Transfer:
         if failure is None and not progress["cancelled"] and not is_complete:
             failed_index = next(index for index, count in enumerate(result.range_bytes) if count != lengths[index])
         arguments = {
-            **self._arguments(failed_index),
+            **self._make_error_arguments(failed_index),
             "transferred_bytes": result.bytes,
             **progress.get("failed_part", {}),
         }
@@ -340,18 +340,18 @@ class Transfer:
             error.transferred = result
         return error
 
-    def _arguments(self, failed_index: int | None) -> dict[str, object]:
-        """Return the arguments of the call, for errors. They name the range of this index, or the only range."""
+    def _make_error_arguments(self, failed_index: int | None) -> dict[str, object]:
+        """Return arguments of the call for errors. The arguments name the range of this index, or the only range."""
         arguments: dict[str, object] = {"device_index": self._device_index, "length_bytes": self.length_bytes}
-        if failed_index is None and len(self.extents) == _EXTENT_NUMBERS:
+        if failed_index is None and len(self.extents) == _NUMBERS_PER_EXTENT:
             failed_index = 0
         if len(self.files) > 1:
             arguments["files_count"] = len(self.files)
         if len(self.files) == 1 or failed_index is not None:
-            file = self.files[0 if failed_index is None else self.extents[_EXTENT_NUMBERS * failed_index]]
+            file = self.files[0 if failed_index is None else self.extents[_NUMBERS_PER_EXTENT * failed_index]]
             arguments["path"] = str(getattr(file, "path", file))
         if failed_index is not None:
-            arguments["file_offset_bytes"] = self.extents[_EXTENT_NUMBERS * failed_index + 1]
+            arguments["file_offset_bytes"] = self.extents[_NUMBERS_PER_EXTENT * failed_index + 1]
         return arguments
 
 

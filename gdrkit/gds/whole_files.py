@@ -9,7 +9,7 @@ from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.gds._native import native
 from gdrkit.gds.buffer import describe_buffer
 from gdrkit.gds.engine import engine_for
-from gdrkit.gds.ranges import check_range, part_length
+from gdrkit.gds.ranges import check_range, resolve_length_bytes
 from gdrkit.gds.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def read_files(
             check_range("file range", 0, length)
             extents += (index, 0, address, length)
             address += length
-        part_length(memory, 0, address - memory.address)
+        resolve_length_bytes(memory, 0, address - memory.address)
         transfer.extents = extents
         engine_for(memory.device_index).submit(
             write=False,
@@ -93,11 +93,11 @@ def transfer_ranges(
     Parameters
     ----------
     files : sequence of File
-        The files. Each stays open until the transfer is over, also if it is closed meanwhile.
+        The files. The descriptor of each stays open until the transfer is over, even if the file is closed meanwhile.
     extents : array of int
         Four numbers for each range: index in `files`, offset in the file, address, length in bytes.
     memory : TransferBuffer
-        Names the device, and keeps the memory at all addresses allocated until the transfer is over.
+        A description that names the device, and keeps the memory of all ranges until the transfer is over.
     write : bool
         True: write from memory into the files. False: read from the files into memory.
 

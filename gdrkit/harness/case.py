@@ -1,4 +1,4 @@
-"""The state of a test case while pytest runs it, from which its record is made."""
+"""The state of a test case while pytest runs it. The record of the case is made from this state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.session import Session
     from gdrkit.inventory import RefusalCause
 
-__all__ = ["CASE", "Case", "title_of"]
+__all__ = ["CASE_KEY", "Case", "title_of"]
 
 _REASON_CHARACTERS_MAX = 1000
 _TRACEBACK_CHARACTERS_MAX = 20_000
@@ -39,8 +39,8 @@ _TRACEBACK_CHARACTERS_MAX = 20_000
 class Case:
     """The state of a case.
 
-    A *refusal* is the error with which a registration fails on a machine that lacks a need of the case. If the profile
-    states it, the case runs anyway and must fail with exactly this error.
+    A *refusal* is the error with which a registration fails on a machine that does not meet a need of the case. If the
+    profile states a refusal for this need, the case runs anyway and must fail with exactly this error.
 
     Attributes
     ----------
@@ -137,10 +137,10 @@ class Case:
         self.evidence.values["traceback"] = tracebacks[-_TRACEBACK_CHARACTERS_MAX:]
 
     def check_hardware_claim(self, session: Session) -> None:
-        """Record why the case proves nothing about the hardware about which it claims something."""
+        """If an API of a hardware claim did not run on hardware, record why the case does not prove the claim."""
         if self.evidence.hardware_apis:
-            apis = [api.value for api in self.evidence.hardware_apis]
-            cause = why_not_hardware(self._find_substrates(session, self._list_processes()), apis)
+            api_names = [api.value for api in self.evidence.hardware_apis]
+            cause = why_not_hardware(self._find_substrates(session, self._list_processes()), api_names)
             if cause:
                 self.evidence.unproven(cause)
 
@@ -199,7 +199,7 @@ class Case:
 
 
 # Key of the case in the stash of its pytest item.
-CASE: pytest.StashKey[Case] = pytest.StashKey()
+CASE_KEY: pytest.StashKey[Case] = pytest.StashKey()
 
 
 def _make_portable(value: object) -> object:

@@ -41,7 +41,7 @@ _UNITS = frozenset(
         "mhz",
     ]
 )
-_STATISTIC = re.compile(r"_(p\d+|min|max|mean|median)$")
+_STATISTIC_SUFFIX = re.compile(r"_(p\d+|min|max|mean|median)$")
 
 
 class _Device(Protocol):
@@ -105,8 +105,8 @@ class Evidence:
         UsageError
             The name has no unit.
         """
-        without_statistic = _STATISTIC.sub("", name)
-        if not any(without_statistic.endswith(f"_{unit}") for unit in _UNITS):
+        name_without_statistic = _STATISTIC_SUFFIX.sub("", name)
+        if not any(name_without_statistic.endswith(f"_{unit}") for unit in _UNITS):
             message = f"the name of the number {name!r} has no unit"
             raise UsageError(message, what_to_do="end the name with one of " + ", ".join(sorted(_UNITS)))
         self.numbers[name] = float(value)
@@ -118,7 +118,7 @@ class Evidence:
     def claim_hardware(self, *apis: Api) -> None:
         """Record that the case claims something about the hardware of these APIs.
 
-        If one of them ran on other than hardware, the verdict becomes ``unproven``, with the substrate as the reason.
+        If one of these APIs did not run on hardware, the verdict becomes ``unproven``, and the reason is the substrate.
         """
         self.hardware_apis = apis
 
@@ -137,7 +137,7 @@ class Evidence:
         self.routes.append(claim)
 
     def fell_back(self, cause: str, *, device: _Device | int, nic: _Nic | str, method: enum.Enum | str) -> None:
-        """Record that the data did not take the route by the requested `method`, and the cause."""
+        """Record that the data did not take the route of the requested `method`, and the `cause`."""
         self.routes.append(_make_claim(device, nic, method, cause))
 
     def file(self, *, device: _Device | int, mount: str, route: enum.Enum | str, fell_back: str | None = None) -> None:

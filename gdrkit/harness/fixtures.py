@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gdrkit.errors import UsageError
-from gdrkit.harness.case import CASE, Case
+from gdrkit.harness.case import CASE_KEY, Case
 from gdrkit.harness.peer import Peer
-from gdrkit.harness.session import SESSION
+from gdrkit.harness.session import SESSION_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 __all__ = [
-    "POOL",
+    "POOL_KEY",
     "PeerPool",
     "device",
     "devices",
@@ -103,19 +103,19 @@ class PeerPool:
 
 
 # Key of the pool in the stash of the pytest configuration.
-POOL: pytest.StashKey[PeerPool] = pytest.StashKey()
+POOL_KEY: pytest.StashKey[PeerPool] = pytest.StashKey()
 
 
 @pytest.fixture(scope="session")
 def facts(request: pytest.FixtureRequest) -> Facts:
     """The facts about this machine."""
-    return request.config.stash[SESSION].facts
+    return request.config.stash[SESSION_KEY].facts
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """The seed of this case. Each case has its own seed, which depends only on the case and on ``--seed``."""
-    return request.config.stash[SESSION].case_seed(request.node.nodeid)
+    return request.config.stash[SESSION_KEY].case_seed(request.node.nodeid)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def gaudi(request: pytest.FixtureRequest) -> Iterator[Gaudi]:
 @pytest.fixture
 def peers(request: pytest.FixtureRequest) -> Iterator[Callable[[], Peer]]:
     """A function that returns a further peer process at each call."""
-    pool, case = request.config.stash[POOL], _find_case(request)
+    pool, case = request.config.stash[POOL_KEY], _find_case(request)
     acquired_peers: list[Peer] = []
 
     def acquire() -> Peer:
@@ -211,5 +211,5 @@ def _require_need(request: pytest.FixtureRequest, api: str) -> None:
 
 
 def _find_case(request: pytest.FixtureRequest) -> Case:
-    case: Case = request.node.stash[CASE]
+    case: Case = request.node.stash[CASE_KEY]
     return case

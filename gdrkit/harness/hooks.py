@@ -20,9 +20,9 @@ import pytest
 
 from gdrkit.errors import GdrkitError
 from gdrkit.harness import fixtures, leaks, needs, refusal
-from gdrkit.harness.case import CASE, Case, title_of
-from gdrkit.harness.fixtures import POOL, PeerPool
-from gdrkit.harness.session import SESSION, Session
+from gdrkit.harness.case import CASE_KEY, Case, title_of
+from gdrkit.harness.fixtures import POOL_KEY, PeerPool
+from gdrkit.harness.session import SESSION_KEY, Session
 from gdrkit.report import Verdict, append_record
 from gdrkit.serialization import to_json_data
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = ["start_harness"]
 
-# The cases that pytest has processed, also cases that did not run because of an unmet need.
-_CASES: pytest.StashKey[list[Case]] = pytest.StashKey()
-_RUNNING_CASE: pytest.StashKey[Case | None] = pytest.StashKey()
-# Whether the collection is complete.
-_IS_COLLECTED: pytest.StashKey[bool] = pytest.StashKey()
+# Key of the list of all cases that pytest has processed, including cases that did not run because of an unmet need.
+_CASES_KEY: pytest.StashKey[list[Case]] = pytest.StashKey()
+_RUNNING_CASE_KEY: pytest.StashKey[Case | None] = pytest.StashKey()
+# Key of the flag that the collection is complete.
+_IS_COLLECTED_KEY: pytest.StashKey[bool] = pytest.StashKey()
 
 # User properties of a pytest report. They say why the harness reported the case as "skipped".
 _REFUSED_PROPERTY = ("gdrkit_refused", True)
@@ -56,50 +56,50 @@ def start_harness(config: pytest.Config, *, strict: bool) -> None:
         declare a need or use a fixture of the harness.
     """
     if strict:
-        # The software twins (libraries that emulate the hardware) then delay every completion at random, not only a
-        # small share. So a case that relies on an order that hardware does not promise fails soon. Peer processes
-        # inherit the variable.
+        # With this variable, the software twins (libraries that emulate the hardware) delay every completion at random.
+        # By default they delay a small share. So a case that relies on an order that hardware does not promise fails
+        # soon. Peer processes inherit the variable.
         os.environ.setdefault("GDRKIT_TWINS_LATE_SHARE", "100")
     try:
-        config.stash[SESSION] = Session(config, strict=strict)
+        config.stash[SESSION_KEY] = Session(config, strict=strict)
     except GdrkitError as error:
         raise pytest.UsageError(str(error)) from error
-    config.stash[_CASES] = []
+    config.stash[_CASES_KEY] = []
     config.pluginmanager.register(fixtures, fixtures.__name__)
     config.pluginmanager.register(sys.modules[__name__], __name__)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Return the line of the header with the seed, which is needed to repeat the run."""
-    return f"gdrkit: --seed {config.stash[SESSION].seed}"
+    return f"gdrkit: --seed {config.stash[SESSION_KEY].seed}"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
     """Select the cases of ``--cases``, and mark the collection as complete."""
     yield
-    path = config.stash[SESSION].cases
+    path = config.stash[SESSION_KEY].cases
     if path is not None:
         selected_ids = set(path.read_text(encoding="utf-8").splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected_ids])
         items[:] = [item for item in items if item.nodeid in selected_ids]
-    config.stash[_IS_COLLECTED] = True
+    config.stash[_IS_COLLECTED_KEY] = True
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Check the substrate (hardware or twins) and the needs, write the plan, and start a peer process."""
-    harness_session = session.config.stash[SESSION]
+    harness_session = session.config.stash[SESSION_KEY]
     # After an interrupt, pytest also calls this hook. The collection is incomplete then.
-    if not session.config.stash.get(_IS_COLLECTED, False):
+    if not session.config.stash.get(_IS_COLLECTED_KEY, False):
         return
     cases = [Case(item, needs.declared(item)) for item in session.items if _is_handled(item)]
     for case in cases:
-        case.item.stash[CASE] = case
+        case.item.stash[CASE_KEY] = case
     try:
         if harness_session.required_substrates:
             harness_session.check_substrate()
         if any(case.needs for case in cases) or harness_session.plan or harness_session.records:
-            # This loads the profile and the facts, so that an error in them is reported once and not for each case.
+            # Load the profile and the facts now, so that an error in them is reported once and not for each case.
             _ = harness_session.profile
             for case in cases:
                 case.check_needs(harness_session)
@@ -108,14 +108,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # No plan is written if a file could not be collected, because the plan would lack the cases of that file.
     if harness_session.plan is not None and not session.testsfailed:
         _write_plan(harness_session.plan, harness_session.profile.name, cases)
-    pool = session.config.stash[POOL] = PeerPool()
+    pool = session.config.stash[POOL_KEY] = PeerPool()
     if not session.config.option.collectonly and any(_uses_peer(case) for case in cases if case.is_runnable):
         pool.start()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """End the peer processes. Fail the run if a case did not run for an unforeseen reason."""
-    pool = session.config.stash.get(POOL, None)
+    pool = session.config.stash.get(POOL_KEY, None)
     if pool is not None:
         pool.close()
     if session.exitstatus == pytest.ExitCode.OK and _has_unforeseen_absence(session.config):
@@ -128,7 +128,7 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Report a module as failed if it skips itself during its import. Otherwise its cases would be lost unnoticed."""
     report = yield
-    if report.outcome == "skipped" and collector.config.stash[SESSION].strict:
+    if report.outcome == "skipped" and collector.config.stash[SESSION_KEY].strict:
         report.outcome = "failed"
         report.longrepr = f"{collector.nodeid} skips itself at its import; its cases must declare needs instead"
     return report
@@ -137,15 +137,15 @@ def pytest_make_collect_report(
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Create the state of a case, and append its record after the tear-down."""
-    harness_session, planned_case = item.config.stash[SESSION], item.stash.get(CASE, None)
+    harness_session, planned_case = item.config.stash[SESSION_KEY], item.stash.get(CASE_KEY, None)
     if planned_case is None:
         return (yield)
     # A plugin may run an item several times. Each run gets a new state, with the needs that were checked at collection.
-    case = item.stash[CASE] = Case(item, planned_case.needs, unmet=planned_case.unmet, refusal=planned_case.refusal)
-    item.config.stash[_CASES].append(case)
-    item.config.stash[_RUNNING_CASE] = case
+    case = item.stash[CASE_KEY] = Case(item, planned_case.needs, unmet=planned_case.unmet, refusal=planned_case.refusal)
+    item.config.stash[_CASES_KEY].append(case)
+    item.config.stash[_RUNNING_CASE_KEY] = case
     result = yield
-    item.config.stash[_RUNNING_CASE] = None
+    item.config.stash[_RUNNING_CASE_KEY] = None
     if harness_session.records is not None:
         append_record(harness_session.records, case.make_record(harness_session))
     return result
@@ -154,22 +154,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a case with unmet needs. For any other case, record which objects are open before it runs."""
-    case = item.stash.get(CASE, None)
+    case = item.stash.get(CASE_KEY, None)
     if case is None:
         return
     if not case.is_runnable:
         pytest.skip("; ".join(f"{reason.need}: {reason.text}" for reason in case.unmet))
-    item.config.stash[SESSION].start_apis({need.name.partition(".")[0] for need in case.needs})
-    case.baseline = leaks.open_objects(harness_descriptors=item.config.stash[POOL].descriptors())
+    item.config.stash[SESSION_KEY].start_apis({need.name.partition(".")[0] for need in case.needs})
+    case.baseline = leaks.open_objects(harness_descriptors=item.config.stash[POOL_KEY].descriptors())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     """Check for leaks after the tear-down."""
-    case = item.stash.get(CASE, None)
+    case = item.stash.get(CASE_KEY, None)
     result = yield
     if case is not None and case.baseline is not None:
-        leaks.check(case.baseline, harness_descriptors=item.config.stash[POOL].descriptors)
+        leaks.check(case.baseline, harness_descriptors=item.config.stash[POOL_KEY].descriptors)
     return result
 
 
@@ -181,7 +181,7 @@ def pytest_fixture_setup(
     case = None if fixturedef.scope == "function" else _find_running_case(request)
     if case is None or case.baseline is None:
         return (yield)
-    pool = request.config.stash[POOL]
+    pool = request.config.stash[POOL_KEY]
     before = leaks.open_objects(harness_descriptors=pool.descriptors())
     result = yield
     after = leaks.open_objects(harness_descriptors=pool.descriptors())
@@ -194,7 +194,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Turn every skip that does not come from the harness into a failure, and record failures."""
-    case = item.stash.get(CASE, None)
+    case = item.stash.get(CASE_KEY, None)
     if case is None:
         return (yield)
     is_refused = _skip_expected_refusal(case, call)
@@ -218,7 +218,7 @@ def pytest_runtest_makereport(
         text = report.longreprtext if call.excinfo is None else _describe_error(call.excinfo.value)
         case.record_failure(report.when or "call", text, report.longreprtext)
     elif report.when == "call":
-        case.check_hardware_claim(item.config.stash[SESSION])
+        case.check_hardware_claim(item.config.stash[SESSION_KEY])
     report.user_properties.append(("gdrkit_verdict", case.verdict.value))
     return report
 
@@ -241,24 +241,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     Without this list, a run in which most cases did not run would look complete.
     """
     counts: dict[tuple[str, str, bool], int] = {}
-    unproven: list[tuple[str, str]] = []
-    for case in config.stash.get(_CASES, []):
+    unproven_reasons: list[tuple[str, str]] = []
+    for case in config.stash.get(_CASES_KEY, []):
         if case.verdict is Verdict.NOT_RUN and not case.refused:
             for reason in case.unmet:
                 key = (reason.need or "", reason.text, reason.foreseen is True)
                 counts[key] = counts.get(key, 0) + 1
         elif case.verdict is Verdict.UNPROVEN:
-            unproven += [(case.item.nodeid, reason.text) for reason in case.evidence.missing]
+            unproven_reasons += [(case.item.nodeid, reason.text) for reason in case.evidence.missing]
     if counts:
         terminalreporter.section("needs that are not met", sep="-")
         for (need, text, foreseen), count in sorted(counts.items()):
-            is_failure = not foreseen and config.stash[SESSION].fails_unforeseen
-            profile = config.stash[SESSION].profile.name if is_failure else ""
+            is_failure = not foreseen and config.stash[SESSION_KEY].fails_unforeseen
+            profile = config.stash[SESSION_KEY].profile.name if is_failure else ""
             suffix = f"  NOT FORESEEN by profile {profile}: the run fails" if is_failure else ""
             terminalreporter.write_line(f"{count:4d} x {need}: {text}{suffix}", red=is_failure)
-    if unproven:
+    if unproven_reasons:
         terminalreporter.section("not proven", sep="-")
-        for name, text in unproven:
+        for name, text in unproven_reasons:
             terminalreporter.write_line(f"{name}: {text}")
 
 
@@ -274,7 +274,7 @@ def _skip_expected_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
     if not observed_refusals:
         return False
     case.record_refusal(observed_refusals)
-    # This is done before pytest formats the error, because formatting is slow and the text would not be used.
+    # The error is replaced before pytest formats it, because formatting is slow and the text would not be used.
     skip_error = pytest.skip.Exception("; ".join(map(str, observed_refusals))).with_traceback(error.__traceback__)
     call.excinfo = pytest.ExceptionInfo.from_exception(skip_error)
     return True
@@ -303,9 +303,9 @@ def _describe_error(error: BaseException) -> str:
 def _write_plan(path: Path, profile: str, cases: Sequence[Case]) -> None:
     text = json.dumps({"profile": profile, "cases": [_make_plan_data(case) for case in cases]}, indent=2) + "\n"
     # The complete file is renamed, so that the process that waits for it never reads an incomplete file.
-    temporary = path.with_suffix(".new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    temporary_path = path.with_suffix(".new")
+    temporary_path.write_text(text, encoding="utf-8")
+    temporary_path.replace(path)
 
 
 def _make_plan_data(case: Case) -> dict[str, object]:
@@ -324,16 +324,16 @@ def _uses_peer(case: Case) -> bool:
 
 def _is_handled(item: pytest.Item) -> bool:
     """Return whether the harness handles this case: in strict mode every case, else only one that uses the harness."""
-    if item.config.stash[SESSION].strict or item.get_closest_marker(needs.MARK) is not None:
+    if item.config.stash[SESSION_KEY].strict or item.get_closest_marker(needs.MARK) is not None:
         return True
     return bool(_FIXTURE_NAMES & set(getattr(item, "fixturenames", ())))
 
 
 def _has_unforeseen_absence(config: pytest.Config) -> bool:
     """Return whether the run fails because a case did not run for a reason that the profile does not foresee."""
-    return config.stash[SESSION].fails_unforeseen and any(
+    return config.stash[SESSION_KEY].fails_unforeseen and any(
         reason.foreseen is not True
-        for case in config.stash[_CASES]
+        for case in config.stash[_CASES_KEY]
         if case.verdict is Verdict.NOT_RUN
         for reason in case.unmet
     )
@@ -341,4 +341,4 @@ def _has_unforeseen_absence(config: pytest.Config) -> bool:
 
 def _find_running_case(request: pytest.FixtureRequest) -> Case | None:
     # The request of a fixture of module or session scope does not refer to the case.
-    return request.config.stash.get(_RUNNING_CASE, None)
+    return request.config.stash.get(_RUNNING_CASE_KEY, None)

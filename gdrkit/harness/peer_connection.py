@@ -51,7 +51,7 @@ class PeerConnection:
         self._is_ready = False
         # The output of the peer is written to a file, and errors quote it. On the terminal it would appear between the
         # output of other cases.
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - the file is open as long as the peer.
+        self._output_file = tempfile.TemporaryFile()  # noqa: SIM115 - the file is open as long as the peer.
         case_end, peer_end = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -59,12 +59,12 @@ class PeerConnection:
                 env=None if environment is None else dict(environment),
                 pass_fds=[peer_end.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
+                stdout=self._output_file,
                 stderr=subprocess.STDOUT,
             )
         except BaseException:
             case_end.close()
-            self._output.close()
+            self._output_file.close()
             raise
         finally:
             peer_end.close()
@@ -152,7 +152,7 @@ class PeerConnection:
 
         A second call has no effect.
         """
-        if self._output.closed:
+        if self._output_file.closed:
             return
         self._channel.close()
         try:
@@ -160,13 +160,13 @@ class PeerConnection:
         except subprocess.TimeoutExpired:
             self.kill()
         finally:
-            self._output.close()
+            self._output_file.close()
 
     def descriptors(self) -> frozenset[int]:
         """Return the descriptors of this process that belong to the peer."""
-        if self._output.closed:
+        if self._output_file.closed:
             return frozenset()
-        return frozenset((self._channel.fileno(), self._output.fileno()))
+        return frozenset((self._channel.fileno(), self._output_file.fileno()))
 
     def request(
         self,
@@ -238,8 +238,8 @@ class PeerConnection:
 
     def _make_error(self, cause: str, reason: Reason) -> BrokenResource:
         """Return the error for a broken peer, with the end of its output as a note."""
-        self._output.seek(0)
-        output = self._output.read()[-_OUTPUT_TAIL_BYTES:].decode("utf-8", "backslashreplace").strip()
+        self._output_file.seek(0)
+        output = self._output_file.read()[-_OUTPUT_TAIL_BYTES:].decode("utf-8", "backslashreplace").strip()
         error = BrokenResource(f"{self.name} (process {self.process_id}) {cause}", reason=reason)
         if output:
             error.add_note(f"output of {self.name}: {output}")

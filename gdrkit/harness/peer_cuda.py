@@ -17,13 +17,13 @@ __all__ = ["operations"]
 
 def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the CUDA operations on the objects of this process, by name."""
-    cuda_operations = _Cuda(objects)
+    cuda_operations = _CudaOperations(objects)
     names = "device allocate open_ipc export_ipc import_vmm contents check write"
     return {name: getattr(cuda_operations, name) for name in names.split()}
 
 
-class _Cuda:
-    """The operations, with the arguments of the requests. `device` and `memory` are handle numbers."""
+class _CudaOperations:
+    """The operations. A request passes the parameters by name; `device` and `memory` are handle numbers."""
 
     def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["PeerBuffer", "PeerNic", "PeerQueuePair", "PeerRegion", "ReadResult"]
 
 _ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
-_TIMEOUT_MS = 10_000.0
-# The case waits this much longer for the reply of the peer than the peer waits for a completion.
+_COMPLETION_TIMEOUT_MS = 10_000.0
+# The peer waits for a completion, and the case waits this much longer for the reply of the peer.
 _REPLY_MARGIN_S = 20.0
 
 
@@ -160,7 +160,7 @@ class PeerQueuePair(PeerObject):
         local_offset_bytes: int = 0,
         stream_offset_bytes: int = 0,
         immediate: int | None = None,
-        timeout_ms: float = _TIMEOUT_MS,
+        timeout_ms: float = _COMPLETION_TIMEOUT_MS,
     ) -> Completion:
         """Write bytes of the pattern of `seed` by RDMA WRITE from a temporary buffer, and return the completion.
 
@@ -204,7 +204,7 @@ class PeerQueuePair(PeerObject):
         length_bytes: int | None = None,
         local_offset_bytes: int = 0,
         stream_offset_bytes: int = 0,
-        timeout_ms: float = _TIMEOUT_MS,
+        timeout_ms: float = _COMPLETION_TIMEOUT_MS,
     ) -> ReadResult:
         """Read by RDMA READ into a temporary buffer of the peer.
 
@@ -235,7 +235,7 @@ class PeerQueuePair(PeerObject):
         length_bytes: int,
         stream_offset_bytes: int = 0,
         immediate: int | None = None,
-        timeout_ms: float = _TIMEOUT_MS,
+        timeout_ms: float = _COMPLETION_TIMEOUT_MS,
     ) -> Completion:
         """Send bytes of the pattern of `seed` by SEND from a temporary buffer, and return the completion."""
         return self._request_completion(
@@ -268,11 +268,11 @@ class PeerQueuePair(PeerObject):
         """Post a SEND and do not wait; for the options see :meth:`gdrkit.verbs.QueuePair.post_send`."""
         self._post("verbs.post_send", buffer, work_id, options)
 
-    def wait(self, timeout_ms: float = _TIMEOUT_MS) -> Completion:
+    def wait(self, timeout_ms: float = _COMPLETION_TIMEOUT_MS) -> Completion:
         """Return the next completion of the send queue."""
         return self._request_completion("verbs.wait", timeout_ms)
 
-    def wait_received(self, timeout_ms: float = _TIMEOUT_MS) -> Completion:
+    def wait_received(self, timeout_ms: float = _COMPLETION_TIMEOUT_MS) -> Completion:
         """Return the next completion of the receive queue."""
         return self._request_completion("verbs.wait_received", timeout_ms)
 

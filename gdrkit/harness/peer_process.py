@@ -32,7 +32,7 @@ _EXIT_INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
 
 def serve(channel: Channel) -> None:
     """Serve requests until the case closes the socket."""
-    request_server = _Server(channel)
+    request_server = _RequestServer(channel)
     channel.send({"ready": True, "process": os.getpid()})
     while (request := channel.receive()) is not None:
         reply: dict[str, Any] = {"id": request["id"]}
@@ -61,7 +61,7 @@ def main() -> NoReturn:
         os._exit(0 if is_finished else _EXIT_INTERNAL_ERROR)
 
 
-class _Server:
+class _RequestServer:
     """The operations of a peer process, and the objects that they create."""
 
     def __init__(self, channel: Channel) -> None:
@@ -81,7 +81,7 @@ class _Server:
         operation, arguments = request["op"], request["arguments"]
         group = operation.partition(".")[0]
         if group in self._unloaded_groups:
-            self._load(group)
+            self._load_operations(group)
         if operation not in self._operations:
             message = f"a peer has no operation {operation!r}"
             raise UsageError(message)
@@ -94,7 +94,7 @@ class _Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _load(self, group: str) -> None:
+    def _load_operations(self, group: str) -> None:
         # Importing the module of a group loads the API, so it is imported only when a request needs it.
         if group == "verbs":
             from gdrkit.harness.peer_verbs import operations
@@ -107,10 +107,10 @@ class _Server:
 
     def _reset(self) -> dict[str, Any]:
         self._objects.close_all()
-        no_objects = OpenObjects(descriptors={}, handles={}, ledgers={})
+        no_open_objects = OpenObjects(descriptors={}, handles={}, ledgers={})
         open_objects = OpenObjects(descriptors={}, handles=handles.live(), ledgers=ledger_handles())
         return {
-            "leaked": count_new(no_objects, open_objects),
+            "leaked": count_new(no_open_objects, open_objects),
             "libraries": to_json_data(list(identifying_libraries(evidence.libraries()))),
         }
 

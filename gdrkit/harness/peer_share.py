@@ -26,13 +26,13 @@ _RECEIVE_TIMEOUT_MS = 10_000.0
 
 def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the sharing operations on the objects of this process, by name."""
-    share_operations = _Share(objects)
+    share_operations = _ShareOperations(objects)
     names = "export import_memory register_dmabuf export_gdr import_gdr"
     return {name: getattr(share_operations, name) for name in names.split()}
 
 
-class _Share:
-    """The operations, with the arguments of the requests. `device`, `memory` and `nic` are handle numbers."""
+class _ShareOperations:
+    """The operations. A request passes the parameters by name; `device`, `memory` and `nic` are handle numbers."""
 
     def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
@@ -45,20 +45,20 @@ class _Share:
             share.export_memory(
                 source, kind=ShareKind(kind), offset_bytes=offset_bytes, length_bytes=length_bytes
             ) as message,
-            _connect(descriptors) as connection,
+            _duplicate_socket(descriptors) as connection,
         ):
             message.send(connection)
 
     def import_memory(self, device: int, descriptors: list[int]) -> dict[str, Any]:
         with (
-            _connect(descriptors) as connection,
+            _duplicate_socket(descriptors) as connection,
             handle_message.receive(connection, timeout_ms=_RECEIVE_TIMEOUT_MS) as message,
         ):
             return self._add_memory(share.import_memory(self._objects.get(device, cuda.Device), message))
 
     def register_dmabuf(self, nic: int, descriptors: list[int]) -> dict[str, Any]:
         with (
-            _connect(descriptors) as connection,
+            _duplicate_socket(descriptors) as connection,
             handle_message.receive(connection, timeout_ms=_RECEIVE_TIMEOUT_MS) as message,
             share.import_dmabuf(message) as dmabuf,
         ):
@@ -76,7 +76,7 @@ class _Share:
 
 
 @contextlib.contextmanager
-def _connect(descriptors: list[int]) -> Iterator[socket.socket]:
-    """Return the socket that the case passed, as a duplicate, because the caller closes the received descriptor."""
+def _duplicate_socket(descriptors: list[int]) -> Iterator[socket.socket]:
+    """Return a duplicate of the socket that the case passed. The caller closes the received descriptor itself."""
     with socket.socket(fileno=os.dup(descriptors[0])) as connection:
         yield connection

@@ -40,7 +40,7 @@ _OPERATIONS = (
 )
 
 
-class _QueuePair:
+class _QueuePairWithQueue:
     """A queue pair, and the completion queue that only this queue pair uses."""
 
     def __init__(self, nic: verbs.Nic, *, depth: int, limits: dict[str, Any]) -> None:
@@ -77,11 +77,11 @@ class _Buffer:
 
 def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the RDMA operations on the objects of this process, by name."""
-    verbs_operations = _Verbs(objects)
+    verbs_operations = _VerbsOperations(objects)
     return {name: getattr(verbs_operations, name) for name in _OPERATIONS}
 
 
-class _Verbs:
+class _VerbsOperations:
     """The operations that a request can name. A request passes the arguments by name.
 
     `nic`, `buffer` and `queue_pair` are handles: numbers of objects in the object table. `stream_offset_bytes` is the
@@ -92,14 +92,14 @@ class _Verbs:
         self._objects = objects
 
     def open_nic(self, name: str | None, port: int | None, gid_index: int | None) -> dict[str, Any]:
-        active = [info for info in verbs.list_nics() if info.active]
-        selected_info = next((info for info in active if name in (None, info.name)), None)
-        if selected_info is None:
-            names = ", ".join(info.name for info in active) or "none"
+        active_nics = [nic_info for nic_info in verbs.list_nics() if nic_info.active]
+        selected_nic = next((nic_info for nic_info in active_nics if name in (None, nic_info.name)), None)
+        if selected_nic is None:
+            names = ", ".join(nic_info.name for nic_info in active_nics) or "none"
             subject = "no NIC" if name is None else f"no NIC called {name!r}"
             message = f"{subject} has an active port; the NICs with an active port are: {names}"
             raise UsageError(message, reason=Reason.NO_DEVICE)
-        nic = verbs.Nic.open(selected_info.name, port=port or selected_info.active_port or 1, gid_index=gid_index)
+        nic = verbs.Nic.open(selected_nic.name, port=port or selected_nic.active_port or 1, gid_index=gid_index)
         return {"handle": self._objects.add(nic), "name": nic.name, "gid": nic.gid}
 
     def buffer(self, nic: int, length_bytes: int, access: int) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class _Verbs:
         return self._read_bytes(buffer, offset_bytes, length_bytes).hex()
 
     def queue_pair(self, nic: int, depth: int | None, limits: dict[str, int]) -> dict[str, Any]:
-        pair = _QueuePair(self._get_nic(nic), depth=depth or _DEFAULT_QUEUE_DEPTH, limits=limits)
+        pair = _QueuePairWithQueue(self._get_nic(nic), depth=depth or _DEFAULT_QUEUE_DEPTH, limits=limits)
         return {"handle": self._objects.add(pair), "endpoint": pair.queue_pair.endpoint().to_dict()}
 
     def connect(self, queue_pair: int, endpoint: dict[str, Any], options: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class _Verbs:
     def state(self, queue_pair: int) -> str:
         return self._get_pair(queue_pair).queue_pair.state.name
 
-    def _register_temporary_buffer(self, pair: _QueuePair, length_bytes: int) -> _Buffer:
+    def _register_temporary_buffer(self, pair: _QueuePairWithQueue, length_bytes: int) -> _Buffer:
         # A region has at least one byte, but a work request may transfer 0 bytes.
         return _Buffer(pair.nic, length_bytes=max(length_bytes, 1), access=verbs.Access.LOCAL_WRITE)
 
@@ -252,8 +252,8 @@ class _Verbs:
         nic: verbs.Nic = self._objects.get(handle, verbs.Nic)
         return nic
 
-    def _get_pair(self, handle: int) -> _QueuePair:
-        pair: _QueuePair = self._objects.get(handle, _QueuePair)
+    def _get_pair(self, handle: int) -> _QueuePairWithQueue:
+        pair: _QueuePairWithQueue = self._objects.get(handle, _QueuePairWithQueue)
         return pair
 
     def _get_buffer(self, handle: int) -> _Buffer:

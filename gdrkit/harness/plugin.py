@@ -1,7 +1,7 @@
 """The pytest plugin of gdrkit's own suites: ``-p gdrkit.harness.plugin``.
 
-It is strict: the harness handles every case, and a case that skips itself fails. A need is what a case requires of the
-machine. If a need is unmet and the profile of the machine does not list this absence as foreseen, the run fails.
+The plugin is strict: the harness handles every case, and a case that skips itself fails. A need is what a case requires
+of the machine. If a need is unmet and the profile of the machine does not list this absence as foreseen, the run fails.
 :mod:`gdrkit.harness.user` is the plugin for suites of other projects.
 """
 

@@ -25,11 +25,11 @@ from gdrkit.report.substrate import Substrate, substrates_of_facts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SESSION", "Session", "parse_substrate"]
+__all__ = ["SESSION_KEY", "Session", "parse_substrate"]
 
 _SEED_BITS = 63
 _COMMON_APIS = ("verbs", "cuda", "cufile")
-# The APIs that ``--substrate`` can name. ``--substrate=hardware`` leaves out the last one, whose hardware is rare.
+# The APIs that ``--substrate`` can name. ``--substrate=hardware`` does not require Gaudi (hlthunk), which is rare.
 _NAMED_APIS = (*_COMMON_APIS, "hlthunk")
 
 
@@ -142,7 +142,7 @@ class Session:
 
 
 # Key of the session in the stash of the pytest configuration.
-SESSION: pytest.StashKey[Session] = pytest.StashKey()
+SESSION_KEY: pytest.StashKey[Session] = pytest.StashKey()
 
 
 def parse_substrate(text: str | None) -> Mapping[str, Substrate]:

@@ -31,9 +31,9 @@ __all__ = ["Channel", "error_from_json_data", "error_to_json_data"]
 
 _RECEIVE_BYTES = 1 << 16
 _DESCRIPTORS_MAX = 16
-_API_ERRORS = {cls.__name__: cls for cls in (ApiError, Unsupported, SetupMissing)}
-# Errors without further fields.
-_MESSAGE_ERRORS = {cls.__name__: cls for cls in (BrokenResource, UsageError)}
+_API_ERROR_CLASSES = {cls.__name__: cls for cls in (ApiError, Unsupported, SetupMissing)}
+# The error classes that have only a message, a reason and advice.
+_MESSAGE_ERROR_CLASSES = {cls.__name__: cls for cls in (BrokenResource, UsageError)}
 
 
 class Channel:
@@ -41,8 +41,8 @@ class Channel:
 
     def __init__(self, connected_socket: socket.socket) -> None:
         self._socket = connected_socket
-        self._received_bytes = bytearray()
-        self._descriptors: list[int] = []
+        self._receive_buffer = bytearray()
+        self._received_descriptors: list[int] = []
 
     def fileno(self) -> int:
         """Return the descriptor of the socket."""
@@ -67,9 +67,9 @@ class Channel:
         """
         self._socket.settimeout(timeout_s)
         while True:
-            line, line_end, remaining_bytes = bytes(self._received_bytes).partition(b"\n")
+            line, line_end, remaining_bytes = bytes(self._receive_buffer).partition(b"\n")
             if line_end:
-                self._received_bytes = bytearray(remaining_bytes)
+                self._receive_buffer = bytearray(remaining_bytes)
                 message = json.loads(line)
                 if not isinstance(message, dict):
                     error_message = f"a message must be a JSON object, not {message!r}"
@@ -81,22 +81,25 @@ class Channel:
                 )
             except ConnectionResetError:
                 return None
-            self._descriptors += descriptors
+            self._received_descriptors += descriptors
             if not data:
                 return None
-            self._received_bytes += data
+            self._receive_buffer += data
 
     def take_descriptors(self, count: int) -> list[int]:
         """Return the next `count` received descriptors. The caller closes them."""
-        if count > len(self._descriptors):
-            message = f"expected {format_count(count, 'descriptor')}, and {len(self._descriptors)} arrived"
+        if count > len(self._received_descriptors):
+            message = f"expected {format_count(count, 'descriptor')}, and {len(self._received_descriptors)} arrived"
             raise UsageError(message, reason=Reason.MALFORMED)
-        taken_descriptors, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        taken_descriptors, self._received_descriptors = (
+            self._received_descriptors[:count],
+            self._received_descriptors[count:],
+        )
         return taken_descriptors
 
     def close(self) -> None:
         """Close the socket and the descriptors that the caller has not taken."""
-        descriptors, self._descriptors = self._descriptors, []
+        descriptors, self._received_descriptors = self._received_descriptors, []
         scm_rights.close_all(descriptors)
         self._socket.close()
 
@@ -142,8 +145,8 @@ def error_from_json_data(data: dict[str, Any]) -> GdrkitError:
 
 def _parse_error(data: dict[str, Any]) -> GdrkitError:
     name, reason = data["kind"], Reason(data["reason"])
-    if name in _API_ERRORS:
-        return _API_ERRORS[name](
+    if name in _API_ERROR_CLASSES:
+        return _API_ERROR_CLASSES[name](
             api=Api(data["api"]),
             operation=data["operation"],
             status=data["status"],
@@ -168,7 +171,7 @@ def _parse_error(data: dict[str, Any]) -> GdrkitError:
         return RegistrationFailed(message, causes=causes, reason=reason, what_to_do=data["what_to_do"])
     if name == ClosedResource.__name__:
         return ClosedResource(data["message"].removesuffix(" is closed"))
-    return _MESSAGE_ERRORS.get(name, GdrkitError)(data["message"], reason=reason, what_to_do=data["what_to_do"])
+    return _MESSAGE_ERROR_CLASSES.get(name, GdrkitError)(data["message"], reason=reason, what_to_do=data["what_to_do"])
 
 
 def _make_json_argument(value: object) -> object:

@@ -24,9 +24,9 @@ _FAN_MARK_ADD, _FAN_MARK_FILESYSTEM = 0x1, 0x100
 _FAN_OPEN, _FAN_Q_OVERFLOW = 0x20, 0x4000
 _INFO_TYPE_DFID_NAME = 2
 # struct fanotify_event_metadata: event_len, vers, reserved, metadata_len, mask, fd, pid.
-_METADATA = struct.Struct("=IBBHQii")
+_EVENT_METADATA = struct.Struct("=IBBHQii")
 # struct fanotify_event_info_fid: info_type, pad, len, fsid, and the first fields of struct file_handle: bytes, type.
-_INFO = struct.Struct("=BBHQIi")
+_EVENT_INFO = struct.Struct("=BBHQIi")
 _FILE_HANDLE = struct.Struct("=Ii")
 _READ_BYTES = 1 << 16
 
@@ -72,7 +72,7 @@ class OpenReports(Closeable):
 
     def __init__(self) -> None:
         flags = _FAN_CLOEXEC | _FAN_NONBLOCK | _FAN_REPORT_DIR_FID | _FAN_REPORT_NAME
-        self._descriptor = _check(_find_function("fanotify_init")(flags, os.O_RDONLY), "fanotify_init")
+        self._descriptor = _raise_on_error(_find_function("fanotify_init")(flags, os.O_RDONLY), "fanotify_init")
         self.overflow_count = 0
         self._handle = Handle("host.fanotify")
 
@@ -81,7 +81,7 @@ class OpenReports(Closeable):
         return self._descriptor
 
     def add_file_system(self, descriptor: int) -> None:
-        """Report opens on the file system of this open file or folder.
+        """Report opens on the file system that contains the open file or folder `descriptor`.
 
         Raises
         ------
@@ -91,7 +91,7 @@ class OpenReports(Closeable):
         result = _find_function("fanotify_mark")(
             self._descriptor, _FAN_MARK_ADD | _FAN_MARK_FILESYSTEM, ctypes.c_uint64(_FAN_OPEN), descriptor, None
         )
-        _check(result, "fanotify_mark")
+        _raise_on_error(result, "fanotify_mark")
 
     def read(self) -> list[OpenedFile]:
         """Return the reports that the queue has now. The call does not wait."""
@@ -99,18 +99,18 @@ class OpenReports(Closeable):
             data = os.read(self._descriptor, _READ_BYTES)
         except BlockingIOError:
             return []
-        files = []
+        opened_files = []
         offset = 0
         while offset < len(data):
-            event_bytes, _, _, metadata_bytes, mask, _, process_id = _METADATA.unpack_from(data, offset)
+            event_bytes, _, _, metadata_bytes, mask, _, process_id = _EVENT_METADATA.unpack_from(data, offset)
             if mask & _FAN_Q_OVERFLOW:
                 self.overflow_count += 1
             elif event_bytes > metadata_bytes:
-                file = _parse_info(data, offset + metadata_bytes, process_id)
-                if file is not None:
-                    files.append(file)
+                opened_file = _parse_event_info(data, offset + metadata_bytes, process_id)
+                if opened_file is not None:
+                    opened_files.append(opened_file)
             offset += event_bytes
-        return files
+        return opened_files
 
     def close(self) -> None:
         """End the reports. A second close does nothing."""
@@ -136,21 +136,21 @@ def open_by_handle(handle: bytes, *, mount_descriptor: int) -> int:
         ESTALE: the folder was removed. EPERM: this process has no CAP_DAC_READ_SEARCH.
     """
     result = _find_function("open_by_handle_at")(mount_descriptor, handle, os.O_PATH | os.O_CLOEXEC)
-    return _check(result, "open_by_handle_at")
+    return _raise_on_error(result, "open_by_handle_at")
 
 
-def _parse_info(data: bytes, offset: int, process_id: int) -> OpenedFile | None:
+def _parse_event_info(data: bytes, offset: int, process_id: int) -> OpenedFile | None:
     """Return the report at this offset, or None if it does not name the folder of the file."""
-    info_type, _, info_bytes, file_system, handle_bytes, _ = _INFO.unpack_from(data, offset)
+    info_type, _, info_bytes, file_system, handle_bytes, _ = _EVENT_INFO.unpack_from(data, offset)
     if info_type != _INFO_TYPE_DFID_NAME:
         return None
-    handle_offset = offset + _INFO.size - _FILE_HANDLE.size
-    name_offset = offset + _INFO.size + handle_bytes
+    handle_offset = offset + _EVENT_INFO.size - _FILE_HANDLE.size
+    name_offset = offset + _EVENT_INFO.size + handle_bytes
     name = data[name_offset : offset + info_bytes].partition(b"\0")[0]
     return OpenedFile(file_system, data[handle_offset:name_offset], name, process_id)
 
 
-def _check(result: int, function_name: str) -> int:
+def _raise_on_error(result: int, function_name: str) -> int:
     if result < 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number), function_name)

@@ -33,7 +33,7 @@ __all__ = [
 _RENAME_NOREPLACE = 1
 # linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
-# linux/capability.h: version 3, whose two words each have an effective, a permitted and an inheritable set.
+# linux/capability.h. Version 3 has two words, and each has an effective, a permitted and an inheritable set.
 _CAPABILITY_VERSION = 0x20080522
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_FSETID, _CAP_SYS_RESOURCE = 1, 2, 4, 24
 # asm/unistd.h: setgroups(2). The function of the C library changes the groups of all threads.
@@ -69,15 +69,15 @@ def drop_write_capabilities() -> None:
     """Give up CAP_FSETID and CAP_SYS_RESOURCE in this thread and in the threads that it starts later: capset(2).
 
     Then the kernel treats writes of root as writes of any user: it clears the set-user-ID and set-group-ID bits of a
-    file that is written, and it enforces the disk quotas of the file system. Blocks that ext4 reserves
-    for root stay usable, because the user of the thread is still root.
+    file that is written, and it enforces the disk quotas of the file system. Blocks that ext4 reserves for root stay
+    usable, because the user of the thread is still root.
 
     Raises
     ------
     OSError
         The errors of capset(2).
     """
-    _change_effective(remove=1 << _CAP_FSETID | 1 << _CAP_SYS_RESOURCE)
+    _change_effective_capabilities(remove=1 << _CAP_FSETID | 1 << _CAP_SYS_RESOURCE)
 
 
 def allow_set_group_id() -> None:
@@ -88,18 +88,18 @@ def allow_set_group_id() -> None:
     OSError
         EPERM: the process does not have CAP_FSETID.
     """
-    _change_effective(add=1 << _CAP_FSETID)
+    _change_effective_capabilities(add=1 << _CAP_FSETID)
 
 
-def _change_effective(*, add: int = 0, remove: int = 0) -> int:
+def _change_effective_capabilities(*, add: int = 0, remove: int = 0) -> int:
     """Change the effective capabilities of this thread, and return the result for the capabilities 0 to 31."""
     library = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    # The effective, permitted and inheritable sets, first of the capabilities 0 to 31.
+    # The effective, permitted and inheritable set of the capabilities 0 to 31, then of the capabilities 32 to 63.
     capability_sets = (ctypes.c_uint32 * 6)()
-    is_known = library.capget(header, capability_sets) == 0
+    was_read = library.capget(header, capability_sets) == 0
     capability_sets[0] = (capability_sets[0] | add) & ~remove
-    if not is_known or library.capset(header, capability_sets) != 0:
+    if not was_read or library.capset(header, capability_sets) != 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number))
     return capability_sets[0]
@@ -110,19 +110,20 @@ def acting_as(uid: int, gid: int, groups: Sequence[int]) -> Iterator[None]:
     """Let this thread of root use files with the rights of another user until the block ends: setfsuid(2).
 
     Other threads keep their rights. For a user other than root, the kernel also takes away the capabilities of root for
-    files, unless SECBIT_NO_SETUID_FIXUP is set (prctl(2), SecureBits= of systemd). Then this function refuses.
+    files. If SECBIT_NO_SETUID_FIXUP is set (prctl(2), SecureBits= of systemd), the thread keeps them, and
+    this function raises an error.
 
     Raises
     ------
     OSError
-        EPERM: this thread may not do so. The errors of setgroups(2).
+        EPERM: this thread may not act as that user. Other errors are errors of setgroups(2).
     """
     previous_uid, previous_gid = _read_file_ids()
     previous_groups = os.getgroups()
     try:
         _set_thread_groups(groups)
         _set_file_ids(uid, gid)
-        if uid != 0 and _change_effective() & (1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH):
+        if uid != 0 and _change_effective_capabilities() & (1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH):
             raise OSError(errno.EPERM, f"acting as user {uid}, this thread keeps the capabilities of root")
         yield
     finally:
@@ -142,7 +143,7 @@ def _set_file_ids(uid: int, gid: int) -> None:
     library = ctypes.CDLL(None)
     library.setfsgid(ctypes.c_uint32(gid))
     library.setfsuid(ctypes.c_uint32(uid))
-    # The two functions report no errors.
+    # setfsuid and setfsgid report no errors, so the result is read back.
     if _read_file_ids() != (uid, gid):
         raise OSError(errno.EPERM, f"this thread may not act as user {uid} and group {gid}")
 
@@ -179,12 +180,12 @@ def file_system_type(descriptor: int) -> int:
         The errors of fstatfs(2).
     """
     # The first field of struct statfs is f_type, a long. The buffer is larger than the struct on every architecture.
-    status = (ctypes.c_ulong * 64)()
+    statfs_words = (ctypes.c_ulong * 64)()
     library = ctypes.CDLL(None, use_errno=True)
-    if library.fstatfs(descriptor, ctypes.byref(status)) != 0:
+    if library.fstatfs(descriptor, ctypes.byref(statfs_words)) != 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number))
-    return status[0]
+    return statfs_words[0]
 
 
 def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> None:

@@ -1,6 +1,6 @@
 """Calls of NVML through ``pynvml`` (nvidia-ml-py), with its errors converted to errors of gdrkit.
 
-This is the only file that names the library. It calls only queries and changes no setting.
+Only this file uses pynvml. Its calls are queries, which change no setting.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gdrkit.errors import Api, ApiError, Reason, SetupMissing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LINKS_MAX", "call", "call_if_supported", "initialized", "pci_bus_id"]
+__all__ = ["NVLINKS_MAX", "call", "call_if_supported", "initialized", "pci_bus_id"]
 
-LINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS of nvml.h 13.
-_SONAME = "libnvidia-ml.so.1"
-_DLOPEN = f"dlopen {_SONAME}"
-_REASONS = {
+NVLINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS of nvml.h 13.
+_NVML_SONAME = "libnvidia-ml.so.1"
+_LOAD_OPERATION = f"dlopen {_NVML_SONAME}"
+_REASON_BY_STATUS_NAME = {
     "NVML_ERROR_NOT_SUPPORTED": Reason.NOT_SUPPORTED,
     "NVML_ERROR_NO_PERMISSION": Reason.NO_PERMISSION,
     "NVML_ERROR_NOT_FOUND": Reason.NO_DEVICE,
@@ -30,7 +30,7 @@ _REASONS = {
     "NVML_ERROR_FUNCTION_NOT_FOUND": Reason.NOT_SUPPORTED,
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": Reason.LIBRARY_WRONG_ABI,
 }
-_ADVICE = {
+_ADVICE_BY_STATUS_NAME = {
     "NVML_ERROR_NO_PERMISSION": "give this user read and write permission for /dev/nvidiactl and /dev/nvidia*",
     "NVML_ERROR_DRIVER_NOT_LOADED": "load the kernel module nvidia",
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": (
@@ -41,7 +41,7 @@ _ADVICE = {
 
 @cache
 def _load_pynvml() -> Any:
-    """Import pynvml at the first query, because that takes 20 ms."""
+    """Import pynvml. This happens at the first query, because the import takes 20 ms."""
     return importlib.import_module("pynvml")
 
 
@@ -54,7 +54,7 @@ def initialized() -> Iterator[None]:
     SetupMissing
         The library is missing or damaged, or no driver is loaded.
     """
-    loader.check_library(_SONAME, operation=_DLOPEN)
+    loader.check_library(_NVML_SONAME, operation=_LOAD_OPERATION)
     pynvml = _load_pynvml()
     try:
         pynvml.nvmlInit()
@@ -62,7 +62,7 @@ def initialized() -> Iterator[None]:
         # pynvml reports every failure of dlopen(3) as a missing library. The error of the loader is the context.
         if isinstance(error.__context__, OSError):
             raise loader.setup_missing(
-                operation=_DLOPEN,
+                operation=_LOAD_OPERATION,
                 text=str(error.__context__),
                 what_to_do="install the NVIDIA driver",
                 default_errno=errno.ELIBBAD,
@@ -109,6 +109,6 @@ def _make_error(error_type: type[ApiError], operation: str, status: int) -> ApiE
         operation=operation,
         status=status,
         status_name=status_name,
-        reason=_REASONS.get(status_name, Reason.OTHER),
-        what_to_do=_ADVICE.get(status_name, "run nvidia-smi, which names what the driver lacks"),
+        reason=_REASON_BY_STATUS_NAME.get(status_name, Reason.OTHER),
+        what_to_do=_ADVICE_BY_STATUS_NAME.get(status_name, "run nvidia-smi, which names what the driver lacks"),
     )

@@ -23,7 +23,7 @@ HEADER_BYTES = 64
 _STATUS_OFFSET, _STATUS_HAS_CAPABILITIES = 0x06, 0x10
 _FIRST_CAPABILITY_OFFSET = 0x34
 _STANDARD_END, _EXTENDED_BEGIN = 0x100, 0x100
-_EXPRESS_ID = 0x10
+_PCIE_ID = 0x10
 _ACS_ID, _ATS_ID = 0x000D, 0x000F
 _CONTROL_OFFSET = 6  # Offset of the control word in the ACS and in the ATS capability.
 _ACS_REDIRECT_BITS = 0x04 | 0x08 | 0x10
@@ -33,7 +33,7 @@ _RELAXED_ORDERING = 0x10
 _SMALLEST_READ_REQUEST_BYTES = 128
 # A header with one of these values ends the list of extended capabilities: 0 if the list is empty, all ones if the
 # device does not respond.
-_EMPTY_HEADERS = (0, 0xFFFF_FFFF)
+_LIST_END_HEADERS = (0, 0xFFFF_FFFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,10 @@ def parse_config_space(data: bytes, *, name: str = "config space") -> ConfigSpac
     """
     if len(data) < HEADER_BYTES:
         raise _make_malformed_error(name, f"{len(data)} bytes; a header has {HEADER_BYTES}")
-    standard = dict(_list_standard_capabilities(data, name))
+    standard_capabilities = dict(_list_standard_capabilities(data, name))
     extended_capabilities = dict(_list_extended_capabilities(data, name))
-    express_offset = standard.get(_EXPRESS_ID)
-    device_control = None if express_offset is None else _read_word(data, express_offset + _DEVICE_CONTROL_OFFSET)
+    pcie_offset = standard_capabilities.get(_PCIE_ID)
+    device_control = None if pcie_offset is None else _read_word(data, pcie_offset + _DEVICE_CONTROL_OFFSET)
     acs, ats = (
         _read_word(data, offset + _CONTROL_OFFSET)
         if (offset := extended_capabilities.get(capability_id)) is not None
@@ -162,7 +162,7 @@ def _list_extended_capabilities(data: bytes, name: str) -> Iterator[tuple[int, i
             )
         visited_offsets.add(offset)
         (header,) = struct.unpack_from("<I", data, offset)
-        if header in _EMPTY_HEADERS:
+        if header in _LIST_END_HEADERS:
             return
         yield header & 0xFFFF, offset
         offset = header >> 20 & ~3

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 __all__ = ["container_hints", "virtual_machine"]
 
-_MARKERS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
+_CONTAINER_NAME_BY_FILE = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
 _VIRTUAL_PRODUCTS = ("KVM", "QEMU", "VMware", "Virtual Machine", "VirtualBox", "Bochs")
 _CGROUP_WORDS = ("docker", "kubepods", "containerd", "lxc", "libpod", "slurm")
 
 
 def container_hints(tree: HostTree) -> tuple[str, ...]:
     """Return hints of a container, such as ``docker (/.dockerenv)``; an empty tuple if there is none."""
-    hints = [f"{name} ({path})" for path, name in _MARKERS.items() if tree.exists(path)]
+    hints = [f"{name} ({path})" for path, name in _CONTAINER_NAME_BY_FILE.items() if tree.exists(path)]
     manager = tree.text("/run/systemd/container")
     if manager:
         hints.append(f"{manager} (/run/systemd/container)")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Distance", "pci_distance", "pci_path"]
 
-_PCI = "/sys/bus/pci/devices"
+_PCI_DEVICES_FOLDER = "/sys/bus/pci/devices"
 
 
 class Distance(enum.IntEnum):
@@ -31,7 +31,7 @@ def pci_path(tree: HostTree, address: str) -> tuple[str, ...]:
 
     The result is empty if there is no such device.
     """
-    path_parts = tree.link_parts(f"{_PCI}/{address}") if address else ()
+    path_parts = tree.link_parts(f"{_PCI_DEVICES_FOLDER}/{address}") if address else ()
     start = next((index for index, part in enumerate(path_parts) if part.startswith("pci") and ":" in part), None)
     return () if start is None else path_parts[start:]
 
@@ -55,7 +55,7 @@ def pci_distance(tree: HostTree, first_address: str, second_address: str) -> Dis
 
 
 def _read_numa_node(tree: HostTree, address: str) -> int:
-    numa_node = tree.number(f"{_PCI}/{address}/numa_node")
+    numa_node = tree.number(f"{_PCI_DEVICES_FOLDER}/{address}/numa_node")
     return -1 if numa_node is None else numa_node
 
 

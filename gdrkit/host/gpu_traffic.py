@@ -27,8 +27,8 @@ _KIB = 1 << 10
 _WRAP_BYTES = 1 << 32
 _PERIOD_S = 0.02
 # A link of PCIe 5.0 with 16 lanes moves at most 63 GB/s, so it needs longer than this for 2**32 bytes.
-_LATE_S = 0.065
-_UNSIGNED_LONG = (2, 3)  # nvmlValueType_t: unsigned long, unsigned long long.
+_LATE_AFTER_S = 0.065
+_UNSIGNED_LONG_TYPES = (2, 3)  # nvmlValueType_t: unsigned long, unsigned long long.
 
 
 @dataclass(slots=True)
@@ -45,16 +45,16 @@ class WrappingCounter:
 
     growth: int = 0
     late_count: int = 0
-    _last: int | None = None
-    _last_s: float = 0.0
+    _last_value: int | None = None
+    _last_time_s: float = 0.0
 
     def add(self, value: int, now_s: float) -> None:
         """Add a value of the counter that was read at the time `now_s`."""
-        if self._last is not None:
-            increase = value - self._last
+        if self._last_value is not None:
+            increase = value - self._last_value
             self.growth += increase if increase >= 0 else increase + _WRAP_BYTES
-            self.late_count += bool(increase) and now_s - self._last_s > _LATE_S
-        self._last, self._last_s = value, now_s
+            self.late_count += bool(increase) and now_s - self._last_time_s > _LATE_AFTER_S
+        self._last_value, self._last_time_s = value, now_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class _Gpu:
     minor: int
     received_counter: WrappingCounter = field(default_factory=WrappingCounter)
     sent_counter: WrappingCounter = field(default_factory=WrappingCounter)
-    has_pcie: bool = False
-    nvlink_first: tuple[int, int] | None = None
+    has_pcie_counters: bool = False
+    nvlink_kib_at_start: tuple[int, int] | None = None
     process_ids: set[int] = field(default_factory=set)
 
 
@@ -116,7 +116,7 @@ class GpuTrafficCounter:
         self._gpus: list[_Gpu] = []
         self._nvml = _nvml.initialized()
         self._is_open = False
-        self._stop = threading.Event()
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -127,7 +127,7 @@ class GpuTrafficCounter:
                 handle = _nvml.call("nvmlDeviceGetHandleByIndex", index)
                 minor = int(_nvml.call("nvmlDeviceGetMinorNumber", handle))
                 gpu = _Gpu(handle, _nvml.pci_bus_id(handle), minor)
-                gpu.nvlink_first = _read_nvlinks(handle)
+                gpu.nvlink_kib_at_start = _read_nvlinks(handle)
                 self._gpus.append(gpu)
             self._read_pcie()
         except GdrkitError as error:
@@ -138,15 +138,15 @@ class GpuTrafficCounter:
     def __exit__(
         self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stop.set()
+        self._stop_event.set()
         if self._thread is not None:
             self._thread.join()
         if self._is_open:
             self._nvml.__exit__(None, None, None)
 
     def start(self) -> None:
-        """Start the thread, if there is something to read. A process that still has to fork calls this afterwards."""
-        if self._thread is None and any(gpu.has_pcie for gpu in self._gpus):
+        """Start the thread if a GPU has PCIe counters. A process that forks must call this after the fork."""
+        if self._thread is None and any(gpu.has_pcie_counters for gpu in self._gpus):
             self._thread = threading.Thread(target=self._run, name="gdrkit-gpu-traffic", daemon=True)
             self._thread.start()
 
@@ -159,39 +159,40 @@ class GpuTrafficCounter:
     def traffic(self) -> tuple[GpuTraffic, ...]:
         """Return the growth of all counters until now."""
         if self._thread is not None:
-            self._stop.set()
+            self._stop_event.set()
             self._thread.join()
             self._thread = None
         self._read_pcie()
         return tuple(map(_make_traffic, self._gpus))
 
     def _run(self) -> None:
-        while not self._stop.wait(_PERIOD_S):
+        while not self._stop_event.wait(_PERIOD_S):
             self._read_pcie()
 
     def _read_pcie(self) -> None:
         for gpu in self._gpus:
-            sent, received = _read_fields(gpu.handle, [(_PCIE_SENT, 0), (_PCIE_RECEIVED, 0)])
-            if sent is None or received is None:
+            sent_bytes, received_bytes = _read_fields(gpu.handle, [(_PCIE_SENT, 0), (_PCIE_RECEIVED, 0)])
+            if sent_bytes is None or received_bytes is None:
                 continue
             now_s = time.monotonic()
-            gpu.has_pcie = True
-            gpu.sent_counter.add(sent, now_s)
-            gpu.received_counter.add(received, now_s)
+            gpu.has_pcie_counters = True
+            gpu.sent_counter.add(sent_bytes, now_s)
+            gpu.received_counter.add(received_bytes, now_s)
 
 
 def _make_traffic(gpu: _Gpu) -> GpuTraffic:
-    nvlink_last = _read_nvlinks(gpu.handle)
+    nvlink_kib_at_end = _read_nvlinks(gpu.handle)
     sent_bytes = received_bytes = None
-    if gpu.nvlink_first is not None and nvlink_last is not None:
+    if gpu.nvlink_kib_at_start is not None and nvlink_kib_at_end is not None:
         sent_bytes, received_bytes = (
-            (last_kib - first_kib) * _KIB for first_kib, last_kib in zip(gpu.nvlink_first, nvlink_last, strict=True)
+            (last_kib - first_kib) * _KIB
+            for first_kib, last_kib in zip(gpu.nvlink_kib_at_start, nvlink_kib_at_end, strict=True)
         )
     return GpuTraffic(
         pci_bus_id=gpu.pci_bus_id,
         minor=gpu.minor,
-        pcie_received_bytes=gpu.received_counter.growth if gpu.has_pcie else None,
-        pcie_sent_bytes=gpu.sent_counter.growth if gpu.has_pcie else None,
+        pcie_received_bytes=gpu.received_counter.growth if gpu.has_pcie_counters else None,
+        pcie_sent_bytes=gpu.sent_counter.growth if gpu.has_pcie_counters else None,
         nvlink_received_bytes=received_bytes,
         nvlink_sent_bytes=sent_bytes,
         late_count=max(gpu.received_counter.late_count, gpu.sent_counter.late_count),
@@ -201,9 +202,11 @@ def _make_traffic(gpu: _Gpu) -> GpuTraffic:
 
 def _read_nvlinks(handle: object) -> tuple[int, int] | None:
     """Return the KiB that all NVLinks of a GPU sent and received, or None if the GPU has no NVLink counters."""
-    links = range(_nvml.LINKS_MAX)
-    values = _read_fields(handle, [(field_id, link) for field_id in (_NVLINK_SENT, _NVLINK_RECEIVED) for link in links])
-    sent_kib, received_kib = values[: len(links)], values[len(links) :]
+    link_numbers = range(_nvml.NVLINKS_MAX)
+    values = _read_fields(
+        handle, [(field_id, link) for field_id in (_NVLINK_SENT, _NVLINK_RECEIVED) for link in link_numbers]
+    )
+    sent_kib, received_kib = values[: len(link_numbers)], values[len(link_numbers) :]
     if all(value is None for value in values):
         return None
     return sum(value or 0 for value in sent_kib), sum(value or 0 for value in received_kib)
@@ -219,4 +222,4 @@ def _read_fields(handle: object, fields: list[tuple[int, int]]) -> list[int | No
 
 def _read_unsigned(value: Any) -> int:  # noqa: ANN401 - a structure of pynvml, which has no types.
     # An unsigned long has 8 bytes on Linux, like an unsigned long long.
-    return int(value.value.ullVal if value.valueType in _UNSIGNED_LONG else value.value.uiVal)
+    return int(value.value.ullVal if value.valueType in _UNSIGNED_LONG_TYPES else value.value.uiVal)

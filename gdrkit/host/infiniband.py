@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PortFacts", "RdmaDevice", "rdma_devices"]
 
-_DEVICES = "/sys/class/infiniband"
+_RDMA_DEVICES_FOLDER = "/sys/class/infiniband"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ class RdmaDevice:
 
 def rdma_devices(tree: HostTree) -> tuple[RdmaDevice, ...]:
     """Return every RDMA device of the kernel, by name."""
-    return tuple(_read_device(tree, name) for name in tree.names(_DEVICES))
+    return tuple(_read_device(tree, name) for name in tree.names(_RDMA_DEVICES_FOLDER))
 
 
 def _read_device(tree: HostTree, name: str) -> RdmaDevice:
-    folder = f"{_DEVICES}/{name}"
+    folder = f"{_RDMA_DEVICES_FOLDER}/{name}"
     has_device = tree.exists(f"{folder}/device")
     port_numbers = sorted(int(entry) for entry in tree.names(f"{folder}/ports") if entry.isdecimal())
     numa_node = tree.number(f"{folder}/device/numa_node")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["KernelFacts", "kernel_facts", "nvidia_driver_version"]
 
 # The modules on which direct transfers between devices depend.
-_MODULES = (
+_MODULE_NAMES = (
     "efa",
     "gdrdrv",
     "habanalabs",
@@ -66,7 +66,7 @@ def kernel_facts(tree: HostTree) -> KernelFacts:
         distribution=_read_distribution(tree.text("/etc/os-release") or ""),
         iommu_arguments=tuple(word for word in words if word.startswith(_IOMMU_ARGUMENT_PREFIXES)),
         iommu_group_count=len(tree.names("/sys/kernel/iommu_groups")),
-        modules=tuple(name for name in _MODULES if name in loaded_modules),
+        modules=tuple(name for name in _MODULE_NAMES if name in loaded_modules),
     )
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["cached_libraries", "find_libraries", "find_library"]
 
-_CACHE = "/etc/ld.so.cache"
+_CACHE_PATH = "/etc/ld.so.cache"
 _CACHE_MAGIC = b"glibc-ld.so.cache1.1"
 # The fields are magic, count, length of the strings, flags, extension offset and three unused words.
-_HEADER = struct.Struct("<20sIIB3xI3I")
+_CACHE_HEADER = struct.Struct("<20sIIB3xI3I")
 # The fields are flags, name, path, OS version, hardware capabilities. Offsets count from the header.
-_ENTRY = struct.Struct("<iIIIQ")
+_CACHE_ENTRY = struct.Struct("<iIIIQ")
 
 
 def find_library(tree: HostTree, soname: str, *, search_path: Iterable[str] = ()) -> str | None:
@@ -55,17 +55,17 @@ def find_libraries(tree: HostTree, sonames: Iterable[str], *, search_path: Itera
 
 def cached_libraries(tree: HostTree) -> dict[str, tuple[str, ...]]:
     """Return the paths of every name in the loader's cache, the preferred path first; empty if there is no cache."""
-    data = tree.data(_CACHE) or b""
+    data = tree.data(_CACHE_PATH) or b""
     begin = data.find(_CACHE_MAGIC)
-    if begin < 0 or len(data) - begin < _HEADER.size:
+    if begin < 0 or len(data) - begin < _CACHE_HEADER.size:
         return {}
     # A cache in the old format may come before the cache in the new format. The offsets count from the new header.
     data = data[begin:]
-    count = _HEADER.unpack_from(data)[1]
+    count = _CACHE_HEADER.unpack_from(data)[1]
     paths_by_name: dict[str, tuple[str, ...]] = {}
-    for index in range(min(count, (len(data) - _HEADER.size) // _ENTRY.size)):
-        _flags, name_offset, path_offset, _version, _capabilities = _ENTRY.unpack_from(
-            data, _HEADER.size + index * _ENTRY.size
+    for index in range(min(count, (len(data) - _CACHE_HEADER.size) // _CACHE_ENTRY.size)):
+        _flags, name_offset, path_offset, _version, _capabilities = _CACHE_ENTRY.unpack_from(
+            data, _CACHE_HEADER.size + index * _CACHE_ENTRY.size
         )
         name, path = _read_c_string(data, name_offset), _read_c_string(data, path_offset)
         if name and path:

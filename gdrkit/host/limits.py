@@ -17,7 +17,7 @@ __all__ = ["Limits", "process_limits", "raise_open_files_limit"]
 _OPEN_FILES_MAX = 1 << 20
 
 # The capabilities (linux/capability.h) on which pinning, raw devices, users and namespaces depend.
-_CAPABILITIES = {
+_CAPABILITY_NAME_BY_BIT = {
     7: "CAP_SETUID",
     12: "CAP_NET_ADMIN",
     13: "CAP_NET_RAW",
@@ -71,9 +71,9 @@ def raise_open_files_limit() -> None:
     client.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted_limit = _OPEN_FILES_MAX if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _OPEN_FILES_MAX)
-    if soft_limit != resource.RLIM_INFINITY and soft_limit < wanted_limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted_limit, hard_limit))
+    new_soft_limit = _OPEN_FILES_MAX if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _OPEN_FILES_MAX)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < new_soft_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_soft_limit, hard_limit))
 
 
 def _read_soft_limit(text: str, name: str) -> str | None:
@@ -84,4 +84,4 @@ def _read_soft_limit(text: str, name: str) -> str | None:
 def _read_capabilities(status: str) -> tuple[str, ...]:
     match = re.search(r"^CapEff:\s*([0-9a-fA-F]+)\s*$", status, re.MULTILINE)
     bits = int(match.group(1), 16) if match else 0
-    return tuple(name for bit, name in _CAPABILITIES.items() if bits >> bit & 1)
+    return tuple(name for bit, name in _CAPABILITY_NAME_BY_BIT.items() if bits >> bit & 1)

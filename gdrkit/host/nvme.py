@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NvmeController", "nvme_controllers"]
 
-_CONTROLLERS = "/sys/class/nvme"
+_CONTROLLERS_FOLDER = "/sys/class/nvme"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ def nvme_controllers(tree: HostTree) -> tuple[NvmeController, ...]:
     return tuple(
         NvmeController(
             name=name,
-            model=tree.text(f"{_CONTROLLERS}/{name}/model"),
+            model=tree.text(f"{_CONTROLLERS_FOLDER}/{name}/model"),
             transport=transport,
-            pci_address=tree.link_name(f"{_CONTROLLERS}/{name}/device") if transport in (None, "pcie") else None,
+            pci_address=tree.link_name(f"{_CONTROLLERS_FOLDER}/{name}/device") if transport in (None, "pcie") else None,
         )
-        for name in tree.names(_CONTROLLERS)
-        for transport in [tree.text(f"{_CONTROLLERS}/{name}/transport")]
+        for name in tree.names(_CONTROLLERS_FOLDER)
+        for transport in [tree.text(f"{_CONTROLLERS_FOLDER}/{name}/transport")]
     )

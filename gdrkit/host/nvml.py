@@ -132,7 +132,7 @@ def _query_gpu_link(address: str, handle_by_address: dict[str, Any]) -> GpuLink:
 def _query_gpu_health(handle: object) -> GpuHealth:
     ecc_modes = _nvml.call_if_supported("nvmlDeviceGetEccMode", handle)
     # Corrected and uncorrected rows, whether a replacement is pending, and whether one failed.
-    rows = _nvml.call_if_supported("nvmlDeviceGetRemappedRows", handle)
+    remapped_rows = _nvml.call_if_supported("nvmlDeviceGetRemappedRows", handle)
     return GpuHealth(
         serial=_nvml.call_if_supported("nvmlDeviceGetSerial", handle),
         vbios=_nvml.call_if_supported("nvmlDeviceGetVbiosVersion", handle),
@@ -140,8 +140,8 @@ def _query_gpu_health(handle: object) -> GpuHealth:
         is_ecc_enabled=None if ecc_modes is None else bool(ecc_modes[0]),
         corrected_errors=_query_error_count(handle, _CORRECTED),
         uncorrected_errors=_query_error_count(handle, _UNCORRECTED),
-        is_remapping_pending=None if rows is None else bool(rows[2]),
-        has_remapping_failed=None if rows is None else bool(rows[3]),
+        is_remapping_pending=None if remapped_rows is None else bool(remapped_rows[2]),
+        has_remapping_failed=None if remapped_rows is None else bool(remapped_rows[3]),
         active_nvlinks=_count_active_nvlinks(handle),
     )
 
@@ -153,7 +153,7 @@ def _query_error_count(handle: object, error_type: int) -> int | None:
 
 def _count_active_nvlinks(handle: object) -> int:
     active_count = 0
-    for link in range(_nvml.LINKS_MAX):
+    for link in range(_nvml.NVLINKS_MAX):
         try:
             state = _nvml.call_if_supported("nvmlDeviceGetNvLinkState", handle, link)
         except ApiError as error:

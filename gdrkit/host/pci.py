@@ -19,7 +19,7 @@ __all__ = [
     "pci_devices",
 ]
 
-_DEVICES = "/sys/bus/pci/devices"
+_PCI_DEVICES_FOLDER = "/sys/bus/pci/devices"
 _VENDOR_NVIDIA = 0x10DE
 _VENDOR_MELLANOX = 0x15B3
 _VENDOR_HABANA = 0x1DA3
@@ -67,8 +67,8 @@ class PciDevice:
 def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
     """Return every PCI function, by address. A function with unreadable vendor, device or class is left out."""
     devices = []
-    for address in tree.names(_DEVICES):
-        folder = f"{_DEVICES}/{address}"
+    for address in tree.names(_PCI_DEVICES_FOLDER):
+        folder = f"{_PCI_DEVICES_FOLDER}/{address}"
         ids = [tree.number(f"{folder}/{name}", base=16) for name in ("vendor", "device", "class")]
         vendor_id, device_id, class_code = ids
         if vendor_id is None or device_id is None or class_code is None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PortCounters", "PortGrowth", "port_counters", "port_growth", "read_port"]
 
-_DEVICES = "/sys/class/infiniband"
+_RDMA_DEVICES_FOLDER = "/sys/class/infiniband"
 # The InfiniBand specification counts port data in words of four bytes. sysfs exports these words.
 _WORD_BYTES = 4
 
@@ -43,8 +43,8 @@ def port_counters(tree: HostTree) -> tuple[PortCounters, ...]:
     """Read the counters of every port of every RDMA device below the root of `tree`."""
     return tuple(
         read_port(tree, device, int(port))
-        for device in tree.names(_DEVICES)
-        for port in tree.names(f"{_DEVICES}/{device}/ports")
+        for device in tree.names(_RDMA_DEVICES_FOLDER)
+        for port in tree.names(f"{_RDMA_DEVICES_FOLDER}/{device}/ports")
         if port.isdecimal()
     )
 
@@ -63,9 +63,9 @@ def _compute_difference(before: int | None, after: int | None) -> int | None:
 
 def read_port(tree: HostTree, device: str, port: int) -> PortCounters:
     """Read the counters of one port of one RDMA device. The counters of a port that is not in sysfs are None."""
-    folder = f"{_DEVICES}/{device}/ports/{port}/counters"
+    folder = f"{_RDMA_DEVICES_FOLDER}/{device}/ports/{port}/counters"
     # The rxe driver counts packets in hw_counters only.
-    hw_folder = f"{_DEVICES}/{device}/ports/{port}/hw_counters"
+    hw_folder = f"{_RDMA_DEVICES_FOLDER}/{device}/ports/{port}/hw_counters"
     sent_words, received_words = tree.number(f"{folder}/port_xmit_data"), tree.number(f"{folder}/port_rcv_data")
     return PortCounters(
         device=device,

@@ -91,7 +91,7 @@ def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool 
     started_ticks, state = _read_start_time_and_state(tree, str(identity.process_id))
     if started_ticks is not None:
         return started_ticks == identity.started_ticks and state not in _ENDED_STATES
-    return _is_running(identity.process_id)
+    return _check_by_signal(identity.process_id)
 
 
 def descendants(tree: HostTree, process_id: int, *, marker: bytes | None = None) -> dict[int, str]:
@@ -108,7 +108,8 @@ def descendants(tree: HostTree, process_id: int, *, marker: bytes | None = None)
         daemon that has left the tree is found.
     """
     programs: dict[int, str] = {}
-    # A child has a larger process ID than its parent, unless the numbers have wrapped around.
+    # Parents come before their children in this order, because the kernel assigns process IDs in increasing order. It
+    # starts again at low numbers after the largest one. A child with such a number is found only by the marker.
     for name in sorted(filter(str.isdecimal, tree.names("/proc")), key=int):
         text = tree.text(f"/proc/{name}/stat") or ""
         program, _, remaining_fields = text.partition("(")[2].rpartition(")")
@@ -137,7 +138,7 @@ def starved_s(process_id: int, tree: HostTree | None = None) -> float:
     )
 
 
-def _is_running(process_id: int) -> bool | None:
+def _check_by_signal(process_id: int) -> bool | None:
     """Return False if no process has this id, else None: a later process may have got the id."""
     try:
         os.kill(process_id, 0)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskFiles", "Files", "HostTree", "Unreadable"]
 
-_LARGEST_FILE_BYTES = 16 << 20
+_FILE_BYTES_MAX = 16 << 20
 # For /proc/sys the kernel allocates a buffer of the size of the read, and fails with ENOMEM if it is too large.
 _READ_BYTES = 64 << 10
 _LINES_MAX = 10_000
@@ -209,6 +209,6 @@ class HostTree:
 
 def _read_in_chunks(file: FileIO) -> bytes:
     data = bytearray()
-    while len(data) < _LARGEST_FILE_BYTES and (chunk := file.read(_READ_BYTES)):
+    while len(data) < _FILE_BYTES_MAX and (chunk := file.read(_READ_BYTES)):
         data += chunk
     return bytes(data)

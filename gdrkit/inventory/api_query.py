@@ -49,7 +49,7 @@ _ATTRIBUTE_NAMES = (
     "UNIFIED_ADDRESSING",
     "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
 )
-_REGISTERED_BYTES = 64 << 10
+_PROBE_MEMORY_BYTES = 64 << 10
 
 
 def query_cuda() -> CudaFacts:
@@ -83,7 +83,7 @@ def query_verbs() -> VerbsFacts:
     from gdrkit import verbs
 
     nodes: dict[evidence.DeviceNode, None] = {}
-    nics = tuple(_collect_nic_facts(info, nodes) for info in verbs.list_nics())
+    nics = tuple(_collect_nic_facts(nic_info, nodes) for nic_info in verbs.list_nics())
     return VerbsFacts(nics=nics, libraries=identifying_libraries(evidence.libraries()), nodes=tuple(nodes))
 
 
@@ -98,10 +98,10 @@ def query_registration() -> tuple[RouteFacts, ...]:
     from gdrkit import cuda, verbs
 
     routes: list[RouteFacts] = []
-    port_of_nic = {info.name: info.active_port or 1 for info in verbs.list_nics()}
+    port_by_nic = {nic_info.name: nic_info.active_port or 1 for nic_info in verbs.list_nics()}
     for index in range(cuda.device_count()):
-        with cuda.Device(index) as device, device.allocate(_REGISTERED_BYTES) as memory:
-            for name, port in port_of_nic.items():
+        with cuda.Device(index) as device, device.allocate(_PROBE_MEMORY_BYTES) as memory:
+            for name, port in port_by_nic.items():
                 with verbs.Nic.open(name, port=port) as nic:
                     routes += _try_routes(device, memory, nic, name)
     return tuple(routes)
@@ -162,25 +162,25 @@ def _query_supported_attributes(device: Device, enumeration: type) -> Iterator[t
                 raise
 
 
-def _collect_nic_facts(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
+def _collect_nic_facts(nic_info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
     """Open one NIC and query it. Add to `nodes` the character devices that this process has open at that time."""
     from gdrkit import verbs
 
     dmabuf: bool | None = None
     failure: ApiFailure | None = None
     try:
-        if info.error is not None:
-            raise info.error.clone()
-        with verbs.Nic.open(info.name, port=info.active_port or 1) as nic:
+        if nic_info.error is not None:
+            raise nic_info.error.clone()
+        with verbs.Nic.open(nic_info.name, port=nic_info.active_port or 1) as nic:
             dmabuf = nic.supports_dmabuf()
             nodes |= dict.fromkeys(evidence.device_nodes())
     except GdrkitError as error:
         failure = ApiFailure.of(error, api="verbs", operation="open")
     return NicFacts(
-        name=info.name,
-        driver=info.driver,
-        node_guid=info.node_guid,
-        active_ports=tuple(port.number for port in info.ports if port.active),
+        name=nic_info.name,
+        driver=nic_info.driver,
+        node_guid=nic_info.node_guid,
+        active_ports=tuple(port.number for port in nic_info.ports if port.active),
         dmabuf=dmabuf,
         failure=failure,
     )

@@ -32,8 +32,8 @@ __all__ = ["FUNCTIONS_MAX", "SCHEMA_VERSION", "Capture", "CapturedFiles", "Recor
 SCHEMA_VERSION = 1
 # Limit of PCI functions in a capture. A large host has 517 functions, and SR-IOV can add some thousands.
 FUNCTIONS_MAX = 4096
-_LINKS_MAX, _PATH_BYTES_MAX = 40, 4096  # The kernel's limits MAXSYMLINKS and PATH_MAX.
-_DEVICES = "/sys/bus/pci/devices"
+_FOLLOWED_LINKS_MAX, _PATH_BYTES_MAX = 40, 4096  # The kernel's limits MAXSYMLINKS and PATH_MAX.
+_PCI_DEVICES_FOLDER = "/sys/bus/pci/devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class Capture:
         unknown_types = self.answers.refused.keys() - {"read", "lines", "list", "link", "look"}
         if unknown_types:
             _raise_malformed(f"{', '.join(sorted(unknown_types))} is not a type of read")
-        if len(self.answers.folders.get(_DEVICES, ())) > FUNCTIONS_MAX:
-            _raise_malformed(f"{_DEVICES} has more than {FUNCTIONS_MAX} PCI functions")
+        if len(self.answers.folders.get(_PCI_DEVICES_FOLDER, ())) > FUNCTIONS_MAX:
+            _raise_malformed(f"{_PCI_DEVICES_FOLDER} has more than {FUNCTIONS_MAX} PCI functions")
         tables = [getattr(self.answers, table.name) for table in fields(self.answers) if table.name != "refused"]
         for path in {path for table in (*tables, *self.answers.refused.values()) for path in table}:
             file = path.partition("|")[0] if path in self.answers.lines else path
@@ -156,7 +156,7 @@ class CapturedFiles:
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file."""
-        path = self._find("read", name, self._reads.texts, self._reads.binaries)
+        path = self._find_recorded_path("read", name, self._reads.texts, self._reads.binaries)
         text = self._reads.texts.get(path)
         return base64.b64decode(self._reads.binaries[path]) if text is None else text.encode()
 
@@ -171,12 +171,12 @@ class CapturedFiles:
 
     def list(self, name: str) -> list[str]:
         """Return the names in a folder."""
-        return list(self._reads.folders[self._find("list", name, self._reads.folders)])
+        return list(self._reads.folders[self._find_recorded_path("list", name, self._reads.folders)])
 
     def link(self, name: str) -> str:
         """Return the target of a symbolic link. A file that is not a link fails with EINVAL."""
         try:
-            return self._reads.links[self._find("link", name, self._reads.links)]
+            return self._reads.links[self._find_recorded_path("link", name, self._reads.links)]
         except FileNotFoundError:
             if self._exists(name):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name) from None
@@ -201,7 +201,9 @@ class CapturedFiles:
         folder, _, last_part = self._resolve_links(name).rpartition("/")
         return last_part in self._names_in_folder.get(folder or "/", ())
 
-    def _find(self, read_type: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]) -> str:
+    def _find_recorded_path(
+        self, read_type: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]
+    ) -> str:
         """Return the path under which a table has the file, or raise the recorded error."""
         # A result that was recorded under `name` itself is preferred, because there the captured machine followed the
         # links.
@@ -236,7 +238,7 @@ class CapturedFiles:
 
     def _follow_links(self, name: str) -> str:
         """Return `name` with the symbolic links of this capture resolved in all parts but the last."""
-        path, remaining_parts, remaining_links = "/", [part for part in name.split("/") if part], _LINKS_MAX
+        path, remaining_parts, remaining_links = "/", [part for part in name.split("/") if part], _FOLLOWED_LINKS_MAX
         while remaining_parts:
             part = remaining_parts.pop(0)
             if part in (".", ".."):

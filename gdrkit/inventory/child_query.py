@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ChildQuery"]
 
 _OUTPUT_CHARACTERS_MAX = 400
-# The time in which the child waits for a processor extends the time limit of the query, by at most these seconds.
+# Time in which the child waits for a processor is added to its time limit, up to this sum.
 _STARVED_MAX_S = 100.0
 
 
@@ -34,25 +34,25 @@ class ChildQuery:
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         self._command = command
         self._api = command[-1]
-        # These are files and not pipes: a child can block in a write to a pipe without a reader, and a pipe stays open
-        # as long as any process that the child started. Libraries may print text, so the output of the child has a
-        # separate file.
-        self._result = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
+        # The child writes into files instead of pipes. It could block in a write to a pipe, because this process does
+        # not read before the child ends, and processes that the child has started could keep a pipe open. The result
+        # and the output have separate files, because libraries may print text.
+        self._result_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
+        self._output_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", *command, str(self._result.fileno())],
+                [sys.executable, "-m", *command, str(self._result_file.fileno())],
                 env=dict(environment),
-                pass_fds=[self._result.fileno()],
+                pass_fds=[self._result_file.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
+                stdout=self._output_file,
                 stderr=subprocess.STDOUT,
                 # The child gets its own process group, so that the processes that it starts are killed with it.
                 process_group=0,
             )
         except BaseException:
-            self._result.close()
-            self._output.close()
+            self._result_file.close()
+            self._output_file.close()
             raise
 
     def result(self, timeout_s: float) -> tuple[Any, ApiFailure | None]:
@@ -69,16 +69,16 @@ class ChildQuery:
         try:
             has_ended = self._wait(timeout_s)
             kill_failure = kill_child(self._child)
-            output = _read_all(self._output)
-            text = _read_all(self._result)
+            output = _read_all(self._output_file)
+            result_text = _read_all(self._result_file)
         finally:
             self.close()
         if not has_ended:
             message = f"no result within {timeout_s:g} s" + (f"; {kill_failure}" if kill_failure else "")
             return None, self._make_failure(Reason.TIMEOUT, message, output)
-        if not text:
-            return None, self._make_failure(Reason.OTHER, _describe_end(self._child.returncode), output)
-        data = json.loads(text)
+        if not result_text:
+            return None, self._make_failure(Reason.OTHER, _describe_exit(self._child.returncode), output)
+        data = json.loads(result_text)
         failure = data.get("failure")
         return data.get("facts"), failure and serialization.from_json_data(ApiFailure, failure)
 
@@ -97,10 +97,10 @@ class ChildQuery:
 
     def close(self) -> None:
         """Kill the child if the caller has not waited for its result, and close the files."""
-        if not self._result.closed:
+        if not self._result_file.closed:
             kill_child(self._child)
-            self._result.close()
-            self._output.close()
+            self._result_file.close()
+            self._output_file.close()
 
     def _make_failure(self, reason: Reason, message: str, output: bytes) -> ApiFailure:
         last_output = output.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
@@ -121,7 +121,7 @@ def _read_all(file: IO[bytes]) -> bytes:
     return file.read()
 
 
-def _describe_end(code: int) -> str:
-    if code < 0:
-        return f"the child was killed by {signal.Signals(-code).name}"
-    return f"the child ended with exit code {code} and without a result"
+def _describe_exit(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"the child was killed by {signal.Signals(-exit_code).name}"
+    return f"the child ended with exit code {exit_code} and without a result"

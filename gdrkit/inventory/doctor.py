@@ -86,18 +86,18 @@ def diagnose(machine: Machine, *, rules: Iterable[Rule] = RULES) -> Diagnosis:
 
 
 def _list_missing_privileges(machine: Machine) -> Iterator[str]:
-    def rules_that_need(capability: str) -> str:
+    def list_rules_that_need(capability: str) -> str:
         return ", ".join(rule.code for rule in RULES if capability in rule.privilege)
 
     # `facts.python` is empty for an imported capture. Such a capture has only files. The privileges of the process that
     # read them are unknown.
     if machine.facts.python and "CAP_SYS_ADMIN" not in machine.facts.limits.capabilities:
-        yield f"PCI config space beyond 64 bytes needs CAP_SYS_ADMIN ({rules_that_need('CAP_SYS_ADMIN')})"
+        yield f"PCI config space beyond 64 bytes needs CAP_SYS_ADMIN ({list_rules_that_need('CAP_SYS_ADMIN')})"
     gpu_processes = machine.observe(GPU_PROCESSES)
     if gpu_processes and NOT_READABLE in gpu_processes.seen:
-        yield f"{gpu_processes.seen[NOT_READABLE]} ({rules_that_need('CAP_SYS_PTRACE')})"
+        yield f"{gpu_processes.seen[NOT_READABLE]} ({list_rules_that_need('CAP_SYS_PTRACE')})"
     if machine.kernel_log.unreadable:
-        yield f"the kernel log: {machine.kernel_log.unreadable} ({rules_that_need('CAP_SYSLOG')})"
+        yield f"the kernel log: {machine.kernel_log.unreadable} ({list_rules_that_need('CAP_SYSLOG')})"
 
 
 def _list_missing(machine: Machine) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _list_missing(machine: Machine) -> Iterator[str]:
         return not tree.exists(path) and all(unreadable_file.path != path for unreadable_file in tree.unreadable)
 
     has_gpu = any(host.is_gpu(function) for function in machine.functions) or bool(facts.cuda and facts.cuda.devices)
-    if not has_gpu and not _is_unknown(tree, "/sys/bus/pci/devices"):
+    if not has_gpu and not _is_folder_unknown(tree, "/sys/bus/pci/devices"):
         yield "no NVIDIA GPU on PCI"
     if (
         facts.nvidia_driver_version is None
@@ -119,18 +119,18 @@ def _list_missing(machine: Machine) -> Iterator[str]:
     has_nic = bool(facts.rdma_devices or (facts.verbs and facts.verbs.nics))
     # This folder exists as soon as the first RDMA driver is loaded, and may be empty.
     rdma_folder = "/sys/class/infiniband"
-    if not has_nic and not tree.names(rdma_folder) and not _is_unknown(tree, rdma_folder):
+    if not has_nic and not tree.names(rdma_folder) and not _is_folder_unknown(tree, rdma_folder):
         yield "no RDMA device"
     if is_absent("/proc/driver/nvidia-fs"):
         yield "no nvidia-fs"
-    if not tree.names("/run/udev/data") and not _is_unknown(tree, "/run/udev/data"):
+    if not tree.names("/run/udev/data") and not _is_folder_unknown(tree, "/run/udev/data"):
         yield "no udev database (/run/udev/data)"
     # The search path of the loader is known only if gdrkit ran on the machine.
     if facts.python and not any(library.path for library in facts.libraries if library.soname == "libcufile.so.0"):
         yield "no libcufile.so.0 in the folders of the loader"
 
 
-def _is_unknown(tree: host.HostTree, folder: str) -> bool:
+def _is_folder_unknown(tree: host.HostTree, folder: str) -> bool:
     """Return whether the names in a folder could not be read, or are not in the capture."""
     tree.names(folder)  # Adds the folder to `tree.unreadable` if it cannot be read.
     return any(unreadable_file.path == folder for unreadable_file in tree.unreadable)

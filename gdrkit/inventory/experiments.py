@@ -36,10 +36,10 @@ __all__ = ["EXPERIMENTS", "main"]
 _TRANSFER_BYTES = 64 * KIB
 _COPY_BYTES = 64 * MIB
 _FLUSH_ROUNDS = 50
-# Number of copies before the links are read, so that an idle GPU has time to raise the speed of its link.
-_COPIES_MIN = 20
+# Number of copies before the link speeds are read. Meanwhile an idle GPU raises the speed of its link.
+_WARM_UP_COPIES = 20
 # Seed of the patterns that are transferred. Any value would do.
-_SEED = 0x6D6F76
+_PATTERN_SEED = 0x6D6F76
 _COPY_TIMEOUT_S = 10.0
 _PCI_DEVICES = "/sys/bus/pci/devices"
 
@@ -57,15 +57,17 @@ def _try_p2p() -> dict[str, str]:
                 registered_memory = stack.enter_context(registration.register(memory, [nic]))
                 loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
                 name = f"GPU {index} and {nic_name}"
-                loopback.fill(_SEED)
+                loopback.fill(_PATTERN_SEED)
                 status = loopback.write(registered_memory.remote(nic)).status.name
-                observations[f"RDMA WRITE into {name}"] = _describe_transfer(status, memory.read(), _SEED)
+                observations[f"RDMA WRITE into {name}"] = _describe_transfer(status, memory.read(), _PATTERN_SEED)
                 if status != "SUCCESS":
                     # The queue pair is in the error state, so the read needs a new queue pair.
                     loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
-                memory.write(pattern.payload(_TRANSFER_BYTES, seed=_SEED + 1))
+                memory.write(pattern.payload(_TRANSFER_BYTES, seed=_PATTERN_SEED + 1))
                 status = loopback.read(registered_memory.remote(nic)).status.name
-                observations[f"RDMA READ from {name}"] = _describe_transfer(status, bytes(loopback.data), _SEED + 1)
+                observations[f"RDMA READ from {name}"] = _describe_transfer(
+                    status, bytes(loopback.data), _PATTERN_SEED + 1
+                )
     return observations
 
 
@@ -103,7 +105,7 @@ def _try_stale_key() -> dict[str, str]:
         is_same_address = new_memory.address == address
         new_buffer_id = new_memory.buffer_id()
         loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
-        loopback.fill(_SEED)
+        loopback.fill(_PATTERN_SEED)
         status = loopback.write(remote).status.name
         was_overwritten = new_memory.read(length_bytes=_TRANSFER_BYTES) != b"\x5a" * _TRANSFER_BYTES
         registered_memory.close()
@@ -136,9 +138,9 @@ def _try_flush() -> dict[str, str]:
             )
             stale_count = 0
             for round_index in range(_FLUSH_ROUNDS):
-                loopback.fill(_SEED + round_index)
+                loopback.fill(_PATTERN_SEED + round_index)
                 loopback.write(registered_memory.remote(nic)).expect()
-                # If the device supports the flush, it is called even where it is not needed, and must succeed.
+                # A supported flush is called even if it is not needed, because it must succeed in that case, too.
                 if ordering.flush_options & registration.FlushOption.HOST:
                     device.flush_remote_writes()
                 stream.read_into(memory, copied_data)
@@ -165,7 +167,7 @@ def _read_links_under_load() -> dict[str, str]:
                 while not stop_copying.is_set():
                     memory.write(data)  # type: ignore[attr-defined]
 
-            for _ in range(_COPIES_MIN):
+            for _ in range(_WARM_UP_COPIES):
                 memory.write(data)
             worker = threading.Thread(target=copy_until_stopped, name=f"copies to GPU {index}", daemon=True)
             worker.start()
@@ -203,7 +205,7 @@ def _fill_bounce_buffer_pool() -> dict[str, str]:
         driver = stack.enter_context(cufile.Driver(timeout_s=None))
         # The parent process chooses the folder of temporary files (TMPDIR) and removes it.
         path = Path(tempfile.mkdtemp(), "data")
-        path.write_bytes(pattern.payload(_TRANSFER_BYTES, seed=_SEED))
+        path.write_bytes(pattern.payload(_TRANSFER_BYTES, seed=_PATTERN_SEED))
         data_file = stack.enter_context(path.open("rb"))
         file_handle = stack.enter_context(cufile.FileHandle(driver, data_file.fileno()))
         count = driver.properties().max_batch_io
@@ -220,7 +222,7 @@ def _fill_bounce_buffer_pool() -> dict[str, str]:
 def _list_active_nics() -> list[tuple[str, int]]:
     from gdrkit import verbs
 
-    nics = [(info.name, info.active_port) for info in verbs.list_nics() if info.active_port is not None]
+    nics = [(nic_info.name, nic_info.active_port) for nic_info in verbs.list_nics() if nic_info.active_port is not None]
     if not nics:
         message = "no NIC has an active port"
         raise UsageError(message)
@@ -235,7 +237,7 @@ def _open_nic_and_device(stack: ExitStack, nic_name: str, port: int, index: int)
 
 
 def _identify_descriptor_0() -> tuple[int, int] | None:
-    """Return what identifies the file of descriptor 0, or None if the descriptor is closed."""
+    """Return the device and inode number of the file of descriptor 0, or None if the descriptor is closed."""
     try:
         status = os.fstat(0)
     except OSError:
@@ -267,14 +269,14 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in EXPERIMENTS:
         message = f"the experiment must be one of {', '.join(EXPERIMENTS)}, not {name!r}"
         raise UsageError(message)
-    file_before = _identify_descriptor_0()
+    file_id_before = _identify_descriptor_0()
     observations: dict[str, str] = {}
     failure: ApiFailure | None = None
     try:
         observations = EXPERIMENTS[name]()
     except GdrkitError as error:
         failure = ApiFailure.of(error, api=name, operation=name)
-    if _identify_descriptor_0() != file_before:
+    if _identify_descriptor_0() != file_id_before:
         observations[DESCRIPTOR_0] = "was closed"
     result = {"facts": serialization.to_json_data(observations), "failure": serialization.to_json_data(failure)}
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as file:

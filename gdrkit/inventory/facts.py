@@ -322,13 +322,13 @@ class Facts:
 
     def api_libraries(self, api: str) -> tuple[LoadedLibrary, ...]:
         """Return the libraries that were loaded to query `api`: ``verbs``, ``cuda`` or ``hlthunk``."""
-        results: dict[str, VerbsFacts | CudaFacts | GaudiFacts | None] = {
+        facts_by_api: dict[str, VerbsFacts | CudaFacts | GaudiFacts | None] = {
             "verbs": self.verbs,
             "cuda": self.cuda,
             "hlthunk": self.gaudi,
         }
-        result = results.get(api)
-        return result.libraries if result is not None else ()
+        api_facts = facts_by_api.get(api)
+        return api_facts.libraries if api_facts is not None else ()
 
 
 def identifying_libraries(libraries: Iterable[LoadedLibrary]) -> tuple[LoadedLibrary, ...]:

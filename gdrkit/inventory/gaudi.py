@@ -51,7 +51,8 @@ def query_gaudi(libraries: Callable[[], tuple[LoadedLibrary, ...]]) -> GaudiFact
     Parameters
     ----------
     libraries : callable
-        Returns the libraries that this process has loaded. It is called last.
+        Function that returns the libraries that this process has loaded. It is called after the query, which loads
+        hl-thunk.
 
     Raises
     ------
@@ -62,14 +63,14 @@ def query_gaudi(libraries: Callable[[], tuple[LoadedLibrary, ...]]) -> GaudiFact
 
     devices = tuple(
         GaudiDeviceFacts(
-            number=info.number,
-            pci_bus_id=info.pci_bus_id,
-            module_id=info.module_id,
-            pci_device_id=info.pci_device_id,
-            generation=info.generation.value,
-            card_name=info.card_name,
-            memory_bytes=info.memory_bytes,
+            number=device_info.number,
+            pci_bus_id=device_info.pci_bus_id,
+            module_id=device_info.module_id,
+            pci_device_id=device_info.pci_device_id,
+            generation=device_info.generation.value,
+            card_name=device_info.card_name,
+            memory_bytes=device_info.memory_bytes,
         )
-        for info in gaudi.list_devices()
+        for device_info in gaudi.list_devices()
     )
     return GaudiFacts(devices=devices, libraries=libraries())

@@ -1,7 +1,7 @@
 """The processes that use a GPU: their users, namespaces and descriptors, and the variables that choose their GPUs.
 
-The result is an :class:`~gdrkit.inventory.Observation`, so that a capture has it. It has neither the names of other
-open files nor other variables of the processes.
+The result is an :class:`~gdrkit.inventory.Observation`, so that a capture contains it. For privacy, the observation
+contains neither the names of other open files nor other variables of the processes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ __all__ = ["GPU_PROCESSES", "NOT_READABLE", "GpuProcess", "observe_gpu_processes
 # The name of the observation, and its step that says which processes could not be read.
 GPU_PROCESSES = "gpu_processes"
 NOT_READABLE = "not readable"
-_ORDER_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
-# Variables of schedulers and MPI that have the same value in every process of a job, and in no other job.
+_GPU_CHOICE_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
+# Variables of schedulers and MPI. All processes of a job have the same value, and every other job has another value.
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID", "OMPI_MCA_ess_base_jobid")
-# The meeting point of a job. It identifies no job: two containers may both have localhost and the default port.
+# The address at which the processes of a job meet. It does not identify the job, because two jobs in containers may
+# both use localhost and the default port.
 _RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _GPU_NODE = re.compile(r"nvidia\d+")
 
@@ -120,7 +121,7 @@ def observe_gpu_processes(*, folder: str = "/dev") -> Observation:
         nodes = {target.removeprefix(f"{folder}/") for target in targets.values() if target.startswith(f"{folder}/")}
         gpus = sorted(node for node in nodes if _GPU_NODE.fullmatch(node))
         if (gpus or "nvidia-uvm" in nodes) and int(name) != os.getpid():
-            process = _read_process(tree, name, targets, gpus, has_contexts="nvidia-uvm" in nodes)
+            process = _read_gpu_process(tree, name, targets, gpus, has_contexts="nvidia-uvm" in nodes)
             text_by_step[process.title] = json.dumps(serialization.to_json_data(process))
     if count_by_errno:
         count = sum(count_by_errno.values())
@@ -130,12 +131,12 @@ def observe_gpu_processes(*, folder: str = "/dev") -> Observation:
     return Observation(GPU_PROCESSES, seen=text_by_step)
 
 
-def _read_process(
+def _read_gpu_process(
     tree: host.HostTree, name: str, targets: dict[int, str], gpus: Iterable[str], *, has_contexts: bool
 ) -> GpuProcess:
     user_match = re.search(r"^Uid:\s+\d+\s+(\d+)", tree.text(f"/proc/{name}/status") or "", re.MULTILINE)
-    environ = (tree.data(f"/proc/{name}/environ") or b"").decode("utf-8", "backslashreplace")
-    variables = dict(entry.partition("=")[::2] for entry in environ.split("\0") if "=" in entry)
+    environ_text = (tree.data(f"/proc/{name}/environ") or b"").decode("utf-8", "backslashreplace")
+    variables = dict(entry.partition("=")[::2] for entry in environ_text.split("\0") if "=" in entry)
     dmabufs = evidence.held_dmabufs(tree, name, targets)
     return GpuProcess(
         process_id=int(name),
@@ -151,12 +152,12 @@ def _read_process(
         dmabuf_bytes=sum(dmabuf.size_bytes for dmabuf in dmabufs),
         environment={
             key: variables[key]
-            for key in (*_ORDER_VARIABLES, *_JOB_VARIABLES, *_RENDEZVOUS_VARIABLES)
+            for key in (*_GPU_CHOICE_VARIABLES, *_JOB_VARIABLES, *_RENDEZVOUS_VARIABLES)
             if key in variables
         },
     )
 
 
-def _read_namespace(tree: host.HostTree, name: str, kind: str) -> int | None:
-    match = re.fullmatch(rf"{kind}:\[(\d+)\]", tree.link_name(f"/proc/{name}/ns/{kind}") or "")
+def _read_namespace(tree: host.HostTree, name: str, namespace_type: str) -> int | None:
+    match = re.fullmatch(rf"{namespace_type}:\[(\d+)\]", tree.link_name(f"/proc/{name}/ns/{namespace_type}") or "")
     return int(match[1]) if match else None

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PCIE_SPEEDS_GT_PER_S", "Limit", "device_limit", "path_limit"]
 
-_LINK = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GT/s(?: PCIe)? x(\d{1,9})")
-_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) Gb/sec")
+_LINK_TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GT/s(?: PCIe)? x(\d{1,9})")
+_PORT_RATE_TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) Gb/sec")
 # Speeds at which the encoding changes (PCI Express Base Specification, 4.2). Below 8 GT/s, 10 bits on the link carry 8
 # bits of data. From 8 GT/s on, 130 bits carry 128. From 64 GT/s on, a flit of 256 bytes carries 236.
 _LONG_CODE_GT_PER_S, _FLIT_GT_PER_S = 8.0, 64.0
@@ -100,7 +100,7 @@ def _find_best_link(address: str, facts: Facts) -> str:
 
 
 def _compute_link_limit(name: str, link: str) -> Limit | None:
-    match = _LINK.fullmatch(link)
+    match = _LINK_TEXT.fullmatch(link)
     if match is None:
         return None
     speed, width = float(match[1]), int(match[2])
@@ -111,7 +111,7 @@ def _compute_link_limit(name: str, link: str) -> Limit | None:
 def _compute_port_limits(facts: Facts, names: Collection[str]) -> Iterator[Limit]:
     for device in facts.rdma_devices:
         for port in device.ports if device.name in names else ():
-            match = _RATE.match(port.rate or "")
+            match = _PORT_RATE_TEXT.match(port.rate or "")
             # The rate of a port that is down is not a limit.
             if match is not None and port.state == "ACTIVE":
                 yield Limit(gb_per_s=float(match[1]) / 8, why=f"the port of {device.name}, {port.rate}")

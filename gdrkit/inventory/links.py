@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["LINK_QUANTITIES", "ExpectedLink", "link_shortfalls"]
 
 _NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?")
-_NAMES_MAX = 4
+_LISTED_DEVICES_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +54,23 @@ def link_shortfalls(links: Iterable[ExpectedLink], facts: Facts) -> tuple[str, .
     for link in links:
         values = [(name, value) for name, value in LINK_QUANTITIES[link.quantity](facts) if value is not None]
         slower_devices = [f"{name} has {value:g}" for name, value in values if value < link.at_least]
-        found_count = len(values) - len(slower_devices)
-        if values and found_count < link.count:
-            slower_text = f" ({_shorten(slower_devices)})" if slower_devices else ""
+        sufficient_count = len(values) - len(slower_devices)
+        if values and sufficient_count < link.count:
+            slower_text = f" ({_join_shortened(slower_devices)})" if slower_devices else ""
             texts.append(
-                f"{link.quantity}: {found_count} of {link.count} have {link.at_least:g}{slower_text}; "
+                f"{link.quantity}: {sufficient_count} of {link.count} have {link.at_least:g}{slower_text}; "
                 f"source: {link.source}"
             )
     return tuple(texts)
 
 
-def _shorten(texts: Sequence[str]) -> str:
-    rest_text = f" and {len(texts) - _NAMES_MAX} more" if len(texts) > _NAMES_MAX else ""
-    return ", ".join(texts[:_NAMES_MAX]) + rest_text
+def _join_shortened(texts: Sequence[str]) -> str:
+    remaining_text = f" and {len(texts) - _LISTED_DEVICES_MAX} more" if len(texts) > _LISTED_DEVICES_MAX else ""
+    return ", ".join(texts[:_LISTED_DEVICES_MAX]) + remaining_text
 
 
 def _list_pcie_generations(facts: Facts) -> list[tuple[str, float | None]]:
-    # The greatest generation of both ends is compared, because an idle GPU trains its link for a lower speed.
+    # The largest generation that both ends support is compared, because an idle GPU trains its link for a lower speed.
     if facts.nvml is not None:
         return [(gpu.pci_bus_id, gpu.link_generation_max) for gpu in facts.nvml.gpus]
     generations = {speed: generation for generation, speed in PCIE_SPEEDS_GT_PER_S.items()}

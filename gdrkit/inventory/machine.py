@@ -103,8 +103,8 @@ class Machine:
 
         if name in EXPERIMENTS and name not in self.observations and self.may_run_experiments:
             # The folder and the files in it are removed even if the process of the experiment had to be killed.
-            parent = _TEMPORARY_FOLDER if os.access(_TEMPORARY_FOLDER, os.W_OK) else None
-            with tempfile.TemporaryDirectory(prefix="gdrkit-experiment-", dir=parent) as folder:
+            parent_folder = _TEMPORARY_FOLDER if os.access(_TEMPORARY_FOLDER, os.W_OK) else None
+            with tempfile.TemporaryDirectory(prefix="gdrkit-experiment-", dir=parent_folder) as folder:
                 # Without this variable libcufile would write its log into the current folder.
                 log_path = {"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log"}
                 query = ChildQuery(["gdrkit.inventory.experiments", name], {**log_path, **os.environ, "TMPDIR": folder})
@@ -117,11 +117,11 @@ class Machine:
 
         :attr:`files` must be a :class:`Recorder` or a capture; otherwise the capture has no files.
         """
-        reads = self.files.reads if isinstance(self.files, Recorder | CapturedFiles) else RecordedReads()
+        recorded_reads = self.files.reads if isinstance(self.files, Recorder | CapturedFiles) else RecordedReads()
         return Capture(
             schema_version=SCHEMA_VERSION,
             origin=f"gdrkit {gdrkit.__version__} facts --save",
-            answers=reads,
+            answers=recorded_reads,
             facts=self.facts,
             kernel_log=self.kernel_log,
             environment=dict(self.environment),
@@ -158,7 +158,7 @@ def this_machine(
         facts=probe(tree, query_apis=query_apis) if facts is None else facts,
         kernel_log=evidence.kernel_log(host.HostTree()),
         environment=environment,
-        # Without this node no process can have a GPU open, and reading every process takes time.
+        # Reading every process takes time. It is not needed without this node, because then no process has a GPU open.
         observations={GPU_PROCESSES: observe_gpu_processes()} if Path("/dev/nvidiactl").exists() else {},
         may_run_experiments=run_experiments,
     )

@@ -8,7 +8,7 @@ from gdrkit.inventory.facts import ApiFailure  # noqa: TC001 - types of fields a
 
 __all__ = ["DESCRIPTOR_0", "Observation"]
 
-# The step of an observation that says that descriptor 0 of the process of the experiment is no longer what it was.
+# Name of the step that an experiment adds if it has closed or replaced descriptor 0 of its process.
 DESCRIPTOR_0 = "descriptor 0"
 
 

@@ -284,14 +284,14 @@ def _load_profile(name: str, folder: Path, extended_by: tuple[str, ...]) -> Prof
     if profile.extends in (*extended_by, name):
         message = f"profile {name}: extends must not lead back to {profile.extends!r}"
         raise UsageError(message, reason=Reason.MALFORMED)
-    base = _load_profile(profile.extends, folder, (*extended_by, name))
+    base_profile = _load_profile(profile.extends, folder, (*extended_by, name))
     return replace(
         profile,
-        foreseen=base.foreseen + profile.foreseen,
-        refused=base.refused + profile.refused,
-        routes=base.routes + profile.routes,
-        links=base.links + profile.links,
-        expected=base.expected + profile.expected,
+        foreseen=base_profile.foreseen + profile.foreseen,
+        refused=base_profile.refused + profile.refused,
+        routes=base_profile.routes + profile.routes,
+        links=base_profile.links + profile.links,
+        expected=base_profile.expected + profile.expected,
     )
 
 
@@ -320,14 +320,12 @@ def _check_profile(profile: Profile) -> None:
     problems = []
     if profile.schema_version != SCHEMA_VERSION:
         problems.append(f"schema_version must be {SCHEMA_VERSION}, not {profile.schema_version}")
-    unknown_substrates = {name for names in profile.substrate.values() for name in names} - {
+    unknown_names = {name for names in profile.substrate.values() for name in names} - {
         "hardware",
         "kernel_software",
         "twin",
     }
-    problems += [
-        f"substrate must be hardware, kernel_software or twin, not {name!r}" for name in sorted(unknown_substrates)
-    ]
+    problems += [f"substrate must be hardware, kernel_software or twin, not {name!r}" for name in sorted(unknown_names)]
     problems += [
         f"enough must be 'each' or 'device', not {route.enough!r}"
         for route in profile.routes

@@ -100,7 +100,7 @@ def topology(machine: Machine) -> Topology:
     tree = host.HostTree.of(machine.files)
     devices = tuple(_list_devices(machine, tree))
     addresses = {device.address for device in devices}
-    functions = {function.address: function for function in machine.functions}
+    function_by_address = {function.address: function for function in machine.functions}
     bridges = dict.fromkeys(address for device in devices for address in device.path[1:] if address not in addresses)
     return Topology(
         schema_version=SCHEMA_VERSION,
@@ -113,40 +113,46 @@ def topology(machine: Machine) -> Topology:
             }
             for first in devices
         },
-        bridges={address: _describe_bridge(functions[address]) for address in bridges if address in functions},
+        bridges={
+            address: _describe_bridge(function_by_address[address])
+            for address in bridges
+            if address in function_by_address
+        },
         virtual_machine=machine.facts.virtual_machine,
         numa_cpus=_read_numa_cpus(tree, devices),
     )
 
 
 def _read_numa_cpus(tree: host.HostTree, devices: Iterable[TopologyDevice]) -> dict[str, str]:
-    nodes = sorted({device.numa_node for device in devices if device.numa_node is not None})
-    cpu_lists = {str(node): tree.text(f"/sys/devices/system/node/node{node}/cpulist") for node in nodes}
+    numa_nodes = sorted({device.numa_node for device in devices if device.numa_node is not None})
+    cpu_lists = {str(node): tree.text(f"/sys/devices/system/node/node{node}/cpulist") for node in numa_nodes}
     return {node: cpus for node, cpus in cpu_lists.items() if cpus}
 
 
 def _list_devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]:
     devices: list[TopologyDevice] = []
-    cuda_index_of_address = {
+    cuda_index_by_address = {
         device.pci_bus_id.lower(): device.index for device in (machine.facts.cuda.devices if machine.facts.cuda else ())
     }
     gpus = [function for function in machine.functions if host.is_gpu(function)]
     for gpu_index, gpu in enumerate(gpus):
-        devices.append(_make_device(tree, f"GPU{cuda_index_of_address.get(gpu.address, gpu_index)}", "gpu", gpu))
-    functions = {function.address: function for function in machine.functions}
+        devices.append(_make_device(tree, f"GPU{cuda_index_by_address.get(gpu.address, gpu_index)}", "gpu", gpu))
+    function_by_address = {function.address: function for function in machine.functions}
     addresses_with_driver: set[str] = set()
     for nic in machine.facts.rdma_devices:
-        if nic.pci_address in functions:
-            devices.append(_make_device(tree, nic.name, "nic", functions[nic.pci_address]))
+        if nic.pci_address in function_by_address:
+            devices.append(_make_device(tree, nic.name, "nic", function_by_address[nic.pci_address]))
             addresses_with_driver.add(nic.pci_address)
     devices += [
         _make_device(tree, function.address, "nic", function)
         for function in machine.functions
         if host.is_nic(function) and function.address not in addresses_with_driver
     ]
-    controllers = {item.pci_address: item.name for item in machine.facts.nvme if item.pci_address}
+    nvme_name_by_address = {
+        controller.pci_address: controller.name for controller in machine.facts.nvme if controller.pci_address
+    }
     devices += [
-        _make_device(tree, controllers.get(function.address, function.address), "nvme", function)
+        _make_device(tree, nvme_name_by_address.get(function.address, function.address), "nvme", function)
         for function in machine.functions
         if host.is_nvme(function)
     ]

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: who holds RDMA regions and dma-bufs on this machine, and what gdrkit does in a process.
+"""Metrics for Prometheus: the RDMA regions and dma-bufs of all processes of a machine, and the work of gdrkit in one.
 
 `gdrkit monitor` serves the metrics of the machine. A program that uses gdrkit serves its own with
 :func:`serve_metrics`; the agent and the storage server do so with `--metrics`.

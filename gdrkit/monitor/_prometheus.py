@@ -62,11 +62,11 @@ def start_server(host: str, port: int, metrics: Callable[[], Iterable[Metric]]) 
 
     registry = library.CollectorRegistry()
     registry.register(Collector())
-    # The threads of the server inherit the mask. If one of them received a signal for which another thread waits by
-    # sigwait(), the default action would end the process.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    # The threads of the server inherit the signal mask and so receive no signals. If one of them received a signal for
+    # which another thread waits by sigwait(), the default action would end the process.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         server, thread = library.start_http_server(port, host, registry)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
     return server, thread

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = ["MachineReader", "machine_metrics"]
 
-# The directories of device nodes whose openers are listed with the number of their descriptors.
-_NODES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
+# Prefixes of the paths of device nodes. A process that has such a node open is listed with its number of descriptors.
+_DEVICE_NODE_PREFIXES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 _KIB = 1024
 _log = logging.getLogger(__name__)
 # The sources that were already logged as not read, with their causes.
 _logged_errors: set[tuple[tuple[str, str], ...]] = set()
 # Value of the labels for the device and for the type of an object that exists only in a software twin.
-_TWIN = "twin"
+_TWIN_LABEL = "twin"
 
 
 class MachineReader:
@@ -75,18 +75,20 @@ def machine_metrics(tree: HostTree | None = None) -> tuple[Metric, ...]:
         The files of the machine; None for this one. Queue pairs, regions and BAR1 are always read from this machine.
     """
     tree = HostTree() if tree is None else tree
-    not_read = Metric("gdrkit_not_read", "Sources that could not be read, by source and cause; see docs/monitor.md.")
-    twin_uses = _read_twin_uses(tree, not_read)
-    metrics = (
-        *_make_rdma_metrics(tree, twin_uses, not_read),
-        *_make_process_metrics(tree, twin_uses, not_read),
-        *_make_bar1_metrics(not_read),
-        *_make_port_metrics(tree, not_read),
-        *_make_nvidia_fs_metrics(tree, not_read),
-        *_make_twin_metrics(twin_uses),
-        not_read,
+    not_read_metric = Metric(
+        "gdrkit_not_read", "Sources that could not be read, by source and cause; see docs/monitor.md."
     )
-    for labels in not_read.values:
+    twin_uses = _read_twin_uses(tree, not_read_metric)
+    metrics = (
+        *_make_rdma_metrics(tree, twin_uses, not_read_metric),
+        *_make_process_metrics(tree, twin_uses, not_read_metric),
+        *_make_bar1_metrics(not_read_metric),
+        *_make_port_metrics(tree, not_read_metric),
+        *_make_nvidia_fs_metrics(tree, not_read_metric),
+        *_make_twin_metrics(twin_uses),
+        not_read_metric,
+    )
+    for labels in not_read_metric.values:
         if labels not in _logged_errors:
             _logged_errors.add(labels)
             _log.warning("not read: %s", ", ".join(text for _, text in labels))
@@ -99,39 +101,51 @@ def _find_owner(tree: HostTree, process_id: int | None) -> dict[str, object]:
     return {"pid": process_id, "program": (tree.text(f"/proc/{process_id}/comm") or "").strip()}
 
 
-def _make_rdma_metrics(tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read: Metric) -> tuple[Metric, ...]:
-    pairs = Metric("gdrkit_rdma_queue_pairs", "Queue pairs, from RDMA netlink, or from the record of a software twin.")
-    regions = Metric(
+def _make_rdma_metrics(
+    tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read_metric: Metric
+) -> tuple[Metric, ...]:
+    pairs_metric = Metric(
+        "gdrkit_rdma_queue_pairs", "Queue pairs, from RDMA netlink, or from the record of a software twin."
+    )
+    regions_metric = Metric(
         "gdrkit_rdma_regions", "Registered memory regions, from RDMA netlink, or from the record of a software twin."
     )
-    region_bytes = Metric("gdrkit_rdma_region_bytes", "Bytes of the registered memory regions, from the same source.")
+    region_bytes_metric = Metric(
+        "gdrkit_rdma_region_bytes", "Bytes of the registered memory regions, from the same source."
+    )
     # A machine without an RDMA device has no such objects, and then the kernel may lack RDMA netlink.
     if not tree.names("/sys/class/infiniband"):
-        not_read.add({"source": "rdma_netlink", "cause": "there is no RDMA device"}, 1)
+        not_read_metric.add({"source": "rdma_netlink", "cause": "there is no RDMA device"}, 1)
     else:
         try:
-            found_pairs: Iterable[RdmaQueuePair] = evidence.rdma_queue_pairs()
-            found_regions: Iterable[RdmaRegion] = evidence.rdma_regions()
+            queue_pairs: Iterable[RdmaQueuePair] = evidence.rdma_queue_pairs()
+            kernel_regions: Iterable[RdmaRegion] = evidence.rdma_regions()
         except OSError as error:
-            not_read.add({"source": "rdma_netlink", "cause": error.strerror}, 1)
+            not_read_metric.add({"source": "rdma_netlink", "cause": error.strerror}, 1)
         else:
-            for pair in found_pairs:
-                pairs.add({"device": pair.device, "type": pair.type, **_find_owner(tree, pair.process_id)}, 1)
-            for region in found_regions:
+            for pair in queue_pairs:
+                pairs_metric.add({"device": pair.device, "type": pair.type, **_find_owner(tree, pair.process_id)}, 1)
+            for region in kernel_regions:
                 labels = {"device": region.device, **_find_owner(tree, region.process_id)}
-                regions.add(labels, 1)
-                region_bytes.add(labels, region.length_bytes)
-    _add_twin_objects(twin_uses, pairs, regions, region_bytes)
-    return (pairs, regions, region_bytes)
+                regions_metric.add(labels, 1)
+                region_bytes_metric.add(labels, region.length_bytes)
+    _add_twin_objects(twin_uses, pairs_metric, regions_metric, region_bytes_metric)
+    return (pairs_metric, regions_metric, region_bytes_metric)
 
 
 def _make_process_metrics(
-    tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read: Metric
+    tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read_metric: Metric
 ) -> tuple[Metric, ...]:
-    dmabufs = Metric("gdrkit_dmabufs", "dma-bufs that a process holds, from /proc/PID/fdinfo.")
-    dmabuf_bytes = Metric("gdrkit_dmabuf_bytes", "Bytes of the dma-bufs that a process holds, from /proc/PID/fdinfo.")
-    descriptors = Metric("gdrkit_descriptors", "Open descriptors of a process that has a GPU, a NIC or a dma-buf open.")
-    limits = Metric("gdrkit_descriptors_limit", "Soft limit of open descriptors (RLIMIT_NOFILE) of such a process.")
+    dmabufs_metric = Metric("gdrkit_dmabufs", "dma-bufs that a process holds, from /proc/PID/fdinfo.")
+    dmabuf_bytes_metric = Metric(
+        "gdrkit_dmabuf_bytes", "Bytes of the dma-bufs that a process holds, from /proc/PID/fdinfo."
+    )
+    descriptors_metric = Metric(
+        "gdrkit_descriptors", "Open descriptors of a process that has a GPU, a NIC or a dma-buf open."
+    )
+    limits_metric = Metric(
+        "gdrkit_descriptors_limit", "Soft limit of open descriptors (RLIMIT_NOFILE) of such a process."
+    )
     pinned_metric = Metric("gdrkit_pinned_bytes", "Memory that RDMA and drivers pinned for such a process (VmPin).")
     for name in filter(str.isdecimal, tree.names("/proc")):
         try:
@@ -139,26 +153,26 @@ def _make_process_metrics(
         except (FileNotFoundError, ProcessLookupError):
             continue
         except OSError as error:
-            not_read.add({"source": "descriptors_of_processes", "cause": error.strerror}, 1)
+            not_read_metric.add({"source": "descriptors_of_processes", "cause": error.strerror}, 1)
             continue
         held_dmabufs = evidence.held_dmabufs(tree, name, targets)
         if int(name) in twin_uses:
             held_dmabufs += twin_dmabufs(tree, name, targets)
-        if not held_dmabufs and not any(target.startswith(_NODES) for target in targets.values()):
+        if not held_dmabufs and not any(target.startswith(_DEVICE_NODE_PREFIXES) for target in targets.values()):
             continue
         owner = _find_owner(tree, int(name))
         for dmabuf in held_dmabufs:
             labels = {**owner, "exporter": dmabuf.exporter}
-            dmabufs.add(labels, 1)
-            dmabuf_bytes.add(labels, dmabuf.size_bytes)
-        descriptors.add(owner, len(targets))
+            dmabufs_metric.add(labels, 1)
+            dmabuf_bytes_metric.add(labels, dmabuf.size_bytes)
+        descriptors_metric.add(owner, len(targets))
         limit = _read_field(tree.text(f"/proc/{name}/limits"), "Max open files", word_index=3)
         if limit is not None:
-            limits.add(owner, limit)
+            limits_metric.add(owner, limit)
         pinned_kib = _read_field(tree.text(f"/proc/{name}/status"), "VmPin:", word_index=1)
         if pinned_kib is not None:
             pinned_metric.add(owner, pinned_kib * _KIB)
-    return (dmabufs, dmabuf_bytes, descriptors, limits, pinned_metric)
+    return (dmabufs_metric, dmabuf_bytes_metric, descriptors_metric, limits_metric, pinned_metric)
 
 
 def _read_field(text: str | None, line_start: str, *, word_index: int) -> int | None:
@@ -170,25 +184,25 @@ def _read_field(text: str | None, line_start: str, *, word_index: int) -> int | 
     return None
 
 
-def _make_bar1_metrics(not_read: Metric) -> tuple[Metric, ...]:
-    size = Metric("gdrkit_bar1_bytes", "Size of BAR1, through which NICs access GPU memory, from NVML.")
+def _make_bar1_metrics(not_read_metric: Metric) -> tuple[Metric, ...]:
+    size_metric = Metric("gdrkit_bar1_bytes", "Size of BAR1, through which NICs access GPU memory, from NVML.")
     used_metric = Metric("gdrkit_bar1_used_bytes", "Used part of BAR1, from NVML.")
     if not Path("/dev/nvidiactl").exists():
-        not_read.add({"source": "nvml", "cause": "the NVIDIA driver is not loaded"}, 1)
+        not_read_metric.add({"source": "nvml", "cause": "the NVIDIA driver is not loaded"}, 1)
     else:
         try:
             gpus = host.nvml_facts().gpus
         except GdrkitError as error:
-            not_read.add({"source": "nvml", "cause": str(error)}, 1)
+            not_read_metric.add({"source": "nvml", "cause": str(error)}, 1)
         else:
             for gpu in gpus:
                 if gpu.bar1_bytes is not None and gpu.bar1_free_bytes is not None:
-                    size.add({"gpu": gpu.pci_bus_id}, gpu.bar1_bytes)
+                    size_metric.add({"gpu": gpu.pci_bus_id}, gpu.bar1_bytes)
                     used_metric.add({"gpu": gpu.pci_bus_id}, gpu.bar1_bytes - gpu.bar1_free_bytes)
-    return (size, used_metric)
+    return (size_metric, used_metric)
 
 
-def _make_port_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
+def _make_port_metrics(tree: HostTree, not_read_metric: Metric) -> tuple[Metric, ...]:
     metrics = {
         name: Metric(f"gdrkit_port_{name}", f"{text} by an RDMA port, from sysfs.", is_counter=True)
         for name, text in (
@@ -205,67 +219,72 @@ def _make_port_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
                 metric.add({"device": counters.device, "port": counters.port}, value)
             else:
                 cause = f"the driver of {counters.device} does not count {name.replace('_', ' ')}"
-                not_read.add({"source": "port_counters", "cause": cause}, 1)
+                not_read_metric.add({"source": "port_counters", "cause": cause}, 1)
     return tuple(metrics.values())
 
 
-def _make_nvidia_fs_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
+def _make_nvidia_fs_metrics(tree: HostTree, not_read_metric: Metric) -> tuple[Metric, ...]:
     metric = Metric("gdrkit_nvidia_fs", "Counters of /proc/driver/nvidia-fs/stats, by line and name.", is_counter=True)
     nvidia_fs = read_nvidia_fs(tree)
     if nvidia_fs is None:
-        not_read.add({"source": "nvidia_fs", "cause": "nvidia-fs is not loaded"}, 1)
+        not_read_metric.add({"source": "nvidia_fs", "cause": "nvidia-fs is not loaded"}, 1)
     elif not nvidia_fs.counting:
         cause = "nvidia-fs does not count bytes: echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
-        not_read.add({"source": "nvidia_fs", "cause": cause}, 1)
+        not_read_metric.add({"source": "nvidia_fs", "cause": cause}, 1)
     for name, value in ({} if nvidia_fs is None else nvidia_fs.counters).items():
         metric.add({"counter": name}, value)
     return (metric,)
 
 
-def _read_twin_uses(tree: HostTree, not_read: Metric) -> dict[int, list[ProcessUse]]:
+def _read_twin_uses(tree: HostTree, not_read_metric: Metric) -> dict[int, list[ProcessUse]]:
     """Return what each running process below a `gdrkit run` did and has on software twins (drop-in libraries)."""
     uses_by_process: dict[int, list[ProcessUse]] = {}
-    uses_of_run: dict[str, list[ProcessUse]] = {}
+    uses_by_record_path: dict[str, list[ProcessUse]] = {}
     marker = f"{launch.USAGE_VARIABLE}=".encode()
     for name in filter(str.isdecimal, tree.names("/proc")):
-        environ = tree.data(f"/proc/{name}/environ") or b""
+        environ_data = tree.data(f"/proc/{name}/environ") or b""
         path = next(
-            (os.fsdecode(entry[len(marker) :]) for entry in environ.split(b"\0") if entry.startswith(marker)), None
+            (os.fsdecode(entry[len(marker) :]) for entry in environ_data.split(b"\0") if entry.startswith(marker)), None
         )
         if path is None:
             continue
-        if path not in uses_of_run:
+        if path not in uses_by_record_path:
             try:
-                uses_of_run[path] = read_usage(Path(path))
+                uses_by_record_path[path] = read_usage(Path(path))
             except OSError as error:
-                uses_of_run[path] = []
-                not_read.add({"source": "twins", "cause": error.strerror}, 1)
-        # A later slot of the same ID belongs to a later program of the process.
-        last_uses = {use.api: use for use in uses_of_run[path] if use.process_id == int(name)}
+                uses_by_record_path[path] = []
+                not_read_metric.add({"source": "twins", "cause": error.strerror}, 1)
+        # If several slots have the same process ID and API, the last one belongs to the program that runs now.
+        last_uses = {use.api: use for use in uses_by_record_path[path] if use.process_id == int(name)}
         if last_uses:
             uses_by_process[int(name)] = list(last_uses.values())
     return uses_by_process
 
 
 def _add_twin_objects(
-    uses_by_process: dict[int, list[ProcessUse]], pairs: Metric, regions: Metric, region_bytes: Metric
+    uses_by_process: dict[int, list[ProcessUse]],
+    pairs_metric: Metric,
+    regions_metric: Metric,
+    region_bytes_metric: Metric,
 ) -> None:
-    """Add the verbs objects of the twins, which do not record the device. A process that has released all has 0."""
+    """Add the verbs objects of the twins, which do not record the device. A process without open objects has 0."""
     for process_id, uses_of_process in uses_by_process.items():
         for use in uses_of_process:
             if use.api is Api.VERBS:
                 owner = {"pid": process_id, "program": use.program}
-                pairs.add({"device": _TWIN, "type": _TWIN, **owner}, use.queue_pairs_count)
-                regions.add({"device": _TWIN, **owner}, use.regions_count)
-                region_bytes.add({"device": _TWIN, **owner}, use.region_bytes)
+                pairs_metric.add({"device": _TWIN_LABEL, "type": _TWIN_LABEL, **owner}, use.queue_pairs_count)
+                regions_metric.add({"device": _TWIN_LABEL, **owner}, use.regions_count)
+                region_bytes_metric.add({"device": _TWIN_LABEL, **owner}, use.region_bytes)
 
 
 def _make_twin_metrics(uses_by_process: dict[int, list[ProcessUse]]) -> tuple[Metric, ...]:
-    objects = Metric("gdrkit_twin_objects", "Objects that a process created on a software twin.", is_counter=True)
+    objects_metric = Metric(
+        "gdrkit_twin_objects", "Objects that a process created on a software twin.", is_counter=True
+    )
     moved_metric = Metric("gdrkit_twin_moved_bytes", "Bytes that a software twin moved for a process.", is_counter=True)
     for process_id, uses_of_process in uses_by_process.items():
         for use in uses_of_process:
             labels = {"api": use.api.value, "pid": process_id, "program": use.program}
-            objects.add(labels, use.objects_count)
+            objects_metric.add(labels, use.objects_count)
             moved_metric.add(labels, use.moved_bytes)
-    return (objects, moved_metric)
+    return (objects_metric, moved_metric)

@@ -61,13 +61,13 @@ def watch(kind: str, statistics: Callable[[], Statistics], *, name: str = "") ->
 def process_metrics() -> tuple[Metric, ...]:
     """Return the metrics of the watched objects, of all open objects, and of file transfers by route."""
     metrics: dict[str, Metric] = {}
-    # With the lock, `watch` cannot return while the statistics of its object are read, so the object is not closed.
+    # The lock delays the end of `watch` while the statistics of its object are read, so that the object stays open.
     with _lock:
         for kind, name, statistics in _watched_objects.values():
-            for field, value in _list_numbers(statistics).items():
-                full_name = f"gdrkit_{kind}_{field}"
+            for field, value in _read_numbers(statistics).items():
+                metric_name = f"gdrkit_{kind}_{field}"
                 help_text = f"Number {field!r} of the statistics of each {kind}."
-                metric = metrics.setdefault(full_name, Metric(full_name, help_text, is_counter=field not in GAUGES))
+                metric = metrics.setdefault(metric_name, Metric(metric_name, help_text, is_counter=field not in GAUGES))
                 metric.add({"name": name}, value)
     counts = Metric("gdrkit_transfers", "Finished file transfers of gdrkit.gds.", is_counter=True)
     moved_metric = Metric(
@@ -91,7 +91,7 @@ def _make_object_metrics() -> tuple[Metric, ...]:
     return (objects, sizes)
 
 
-def _list_numbers(statistics: Callable[[], Statistics]) -> Mapping[str, int]:
+def _read_numbers(statistics: Callable[[], Statistics]) -> Mapping[str, int]:
     try:
         numbers = statistics()
     except GdrkitError:

@@ -1,8 +1,8 @@
 """The calls of libnccl through ctypes. Only this file opens the library.
 
-A process that has already loaded a libnccl (torch brings one) uses this library. Otherwise the library is the one that
-the dynamic loader finds, or else the library in the Python package nvidia-nccl. NCCL reads its environment
-variables at its first call.
+If the process has already loaded a libnccl (torch brings one), this library is used. Otherwise, the dynamic loader
+searches for it, and then this module looks into the Python package nvidia-nccl. NCCL reads its environment variables at
+its first call.
 
 Source: ``nccl.h`` of NCCL 2.28 and 2.32.
 """
@@ -29,10 +29,10 @@ __all__ = [
     "UNIQUE_ID_BYTES",
     "UniqueId",
     "allocate",
-    "async_error",
     "call",
     "create_communicator",
     "error_of",
+    "get_async_status",
     "load",
     "package_folder",
     "register",
@@ -40,9 +40,11 @@ __all__ = [
     "version_number",
 ]
 
-_SONAME = "libnccl.so.2"
-_DLOPEN = f"dlopen {_SONAME}"
-_ADVICE = "install NCCL (pip install nvidia-nccl-cu13, or the package libnccl2), or put its folder on LD_LIBRARY_PATH"
+_NCCL_SONAME = "libnccl.so.2"
+_LOAD_OPERATION = f"dlopen {_NCCL_SONAME}"
+_INSTALL_ADVICE = (
+    "install NCCL (pip install nvidia-nccl-cu13, or the package libnccl2), or put its folder on LD_LIBRARY_PATH"
+)
 # NCCL_UNIQUE_ID_BYTES
 UNIQUE_ID_BYTES = 128
 # ncclResult_t
@@ -57,7 +59,7 @@ STATUS_NAMES = (
     "ncclInProgress",
     "ncclTimeout",
 )
-_REASONS = {
+_REASON_BY_STATUS_NAME = {
     "ncclInvalidArgument": Reason.BAD_ARGUMENT,
     "ncclInvalidUsage": Reason.BAD_ARGUMENT,
     "ncclRemoteError": Reason.PEER_GONE,
@@ -105,22 +107,22 @@ def load() -> ctypes.CDLL:
     SetupMissing
         The library is missing, damaged or of another machine.
     """
-    loader.check_library(_SONAME, operation=_DLOPEN)
+    loader.check_library(_NCCL_SONAME, operation=_LOAD_OPERATION)
     try:
-        return ctypes.CDLL(_SONAME)
+        return ctypes.CDLL(_NCCL_SONAME)
     except OSError as error:
-        not_found = loader.setup_missing(
-            operation=_DLOPEN, text=str(error), what_to_do=_ADVICE, default_errno=errno.ENOENT
+        not_found_error = loader.setup_missing(
+            operation=_LOAD_OPERATION, text=str(error), what_to_do=_INSTALL_ADVICE, default_errno=errno.ENOENT
         )
         folder = package_folder()
-        if not_found.errno != errno.ENOENT or folder is None:
-            raise not_found from error
-    path = folder / "lib" / _SONAME
+        if not_found_error.errno != errno.ENOENT or folder is None:
+            raise not_found_error from error
+    path = folder / "lib" / _NCCL_SONAME
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise loader.setup_missing(
-            operation=f"dlopen {path}", text=str(error), what_to_do=_ADVICE, default_errno=errno.ENOEXEC
+            operation=f"dlopen {path}", text=str(error), what_to_do=_INSTALL_ADVICE, default_errno=errno.ENOEXEC
         ) from error
 
 
@@ -131,7 +133,7 @@ def package_folder() -> Path | None:
     except ModuleNotFoundError:
         return None
     folders = [] if package is None else [Path(location) for location in package.submodule_search_locations or []]
-    return next((folder for folder in folders if (folder / "lib" / _SONAME).exists()), None)
+    return next((folder for folder in folders if (folder / "lib" / _NCCL_SONAME).exists()), None)
 
 
 def version_number() -> int:
@@ -163,7 +165,7 @@ def create_communicator(*, rank: int, ranks_count: int, identity: bytes) -> int:
     return handle.value or 0
 
 
-def async_error(communicator: int) -> int:
+def get_async_status(communicator: int) -> int:
     """Call ncclCommGetAsyncError and return the ncclResult_t of the operations so far."""
     status = c_int()
     call("ncclCommGetAsyncError", communicator, ctypes.byref(status))
@@ -235,7 +237,7 @@ def error_of(name: str, status: int, error_arguments: Mapping[str, object]) -> A
         status=status,
         status_name=status_name,
         arguments=error_arguments,
-        reason=_REASONS.get(status_name, Reason.OTHER),
+        reason=_REASON_BY_STATUS_NAME.get(status_name, Reason.OTHER),
         what_to_do=_LOG_ADVICE,
         detail=(last_error(None) or b"").decode(errors="replace").strip(),
     )

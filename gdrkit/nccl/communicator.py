@@ -207,7 +207,7 @@ class Communicator(Resource):
             An operation failed. :meth:`abort` then releases the communicator without the other ranks.
         """
         with self.device.current():
-            status = _nccl.async_error(self.handle)
+            status = _nccl.get_async_status(self.handle)
         if status:
             raise _nccl.error_of("ncclCommGetAsyncError", status, {"rank": self.rank})
 
@@ -235,7 +235,7 @@ class Communicator(Resource):
 class NcclRegistration(Resource):
     """Memory that is registered with a communicator (ncclCommRegister); a context manager.
 
-    NCCL decides for each operation whether it uses the registration. :class:`gdrkit.nccl.NcclLog` shows it.
+    NCCL decides for each operation whether it uses the registration. :class:`gdrkit.nccl.NcclLog` shows the decision.
 
     The memory must be deregistered before it is freed. Closing memory of gdrkit does that.
 
@@ -273,13 +273,13 @@ class NcclRegistration(Resource):
                 detail="NCCL registered nothing",
             )
         super().__init__("nccl.registration", name="NCCL registration", on_close=communicator.add_registration)
-        self._stop_watching: Callable[[], None] = lambda: None
+        self._remove_release_callback: Callable[[], None] = lambda: None
         if isinstance(memory, _NotifyingMemory):
-            self._stop_watching = memory.before_release(self.close)
+            self._remove_release_callback = memory.before_release(self.close)
 
     def _release(self) -> None:
         # An aborted communicator has no handle, because NCCL has released it with all registrations.
         if communicator_handle := self.communicator.handle:
             with self.communicator.device.current():
                 _nccl.call("ncclCommDeregister", communicator_handle, self.handle)
-        self._stop_watching()
+        self._remove_release_callback()

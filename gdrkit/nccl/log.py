@@ -21,14 +21,14 @@ __all__ = ["NcclLog", "log_environment"]
 
 # NCCL prints such a line when an operation uses registered memory: "rank 0 - IPC register buffer 0x7f20 size 64 ..."
 # or "... - NET reuse buffer 0x7f20 size 1048576 ..." or "... - COLLNET reuse register userbuff 0x7f20 (handle ...".
-_USE = re.compile(
+_REGISTRATION_USE_LINE = re.compile(
     r"\brank \d+ - (?P<transport>IPC|NET|NVLS|COLLNET) (?:reuse register|register|reuse) (?:user)?buff(?:er)? "
     r"0x(?P<address>[0-9a-f]+)"
 )
 # A line about a channel is "Channel 00/0 : 0[0] -> 1[1] [send] via NET/IB/0/GDRDMA".
-_CHANNEL = re.compile(r"\bChannel \d+/\d+ : .* via (?P<transport>\S+)")
+_CHANNEL_LINE = re.compile(r"\bChannel \d+/\d+ : .* via (?P<transport>\S+)")
 # The line about the network is "Using network IB".
-_NETWORK = re.compile(r"\bUsing network (?P<name>\S+)")
+_NETWORK_LINE = re.compile(r"\bUsing network (?P<name>\S+)")
 
 
 def log_environment(path: Path) -> dict[str, str]:
@@ -69,11 +69,11 @@ class NcclLog:
         """Return what the text of a log shows. Unknown lines are ignored."""
         network, channels, uses = "", Counter[str](), []
         for line in text.splitlines():
-            if match := _NETWORK.search(line):
+            if match := _NETWORK_LINE.search(line):
                 network = match["name"]
-            elif match := _CHANNEL.search(line):
+            elif match := _CHANNEL_LINE.search(line):
                 channels[match["transport"]] += 1
-            elif match := _USE.search(line):
+            elif match := _REGISTRATION_USE_LINE.search(line):
                 uses.append((match["transport"], int(match["address"], 16)))
         return cls(network, dict(channels), tuple(uses))
 

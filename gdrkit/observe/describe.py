@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gdrkit.report.render import environment
+from gdrkit.report.render import make_template_environment
 from gdrkit.text import escape_controls
 from gdrkit.units import rounded_bytes
 
@@ -28,7 +28,7 @@ def render_page(observation: Observation) -> str:
         "observation": observation,
         "verdicts": [_describe_verdict(route) for route in observation.routes],
     }
-    return environment(escaped=True).get_template("observation.html.j2").render(view)
+    return make_template_environment(escaped=True).get_template("observation.html.j2").render(view)
 
 
 def _describe_lines(observation: Observation) -> Iterator[str]:
@@ -52,7 +52,7 @@ def _describe_verdict(route: ObservedRoute) -> str:
 def _describe_held_objects(process: ObservedProcess) -> Iterator[str]:
     owner = f"{process.program} (pid {process.process_id})"
     for library in process.libraries:
-        twin = " (software twin)" if library.is_twin else ""
-        yield f"library: {owner}: {library.name}{twin}, {library.path}"
+        twin_text = " (software twin)" if library.is_twin else ""
+        yield f"library: {owner}: {library.name}{twin_text}, {library.path}"
     for dmabuf in process.dmabufs:
         yield f"dma-buf: {owner}: {rounded_bytes(dmabuf.size_bytes)} of {dmabuf.exporter}"

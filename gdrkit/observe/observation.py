@@ -57,7 +57,7 @@ class ObservedProcess:
     nodes : tuple of str
         Device nodes that it had open, such as ``/dev/nvidia0``.
     read_bytes, written_bytes : int or None
-        Bytes of its read and write calls, of files, pipes and terminals. None if they could not be read.
+        Bytes of its read and write calls on files, pipes and terminals. None if they could not be read.
     storage_read_bytes : int or None
         Bytes that were fetched from a storage device for the process.
     mapped_file_bytes : int

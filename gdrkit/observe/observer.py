@@ -34,8 +34,8 @@ _Object = TypeVar("_Object")
 __all__ = ["Observer", "observe_process", "port_traffic", "run_observed"]
 
 # Interval between two reads of the environments of all processes.
-_MARKERS_INTERVAL_S = 0.5
-_SATURATED = 0xFFFF_FFFF  # Value at which the counters of a port stand still.
+_MARKER_SCAN_INTERVAL_S = 0.5
+_SATURATED_COUNT = 0xFFFF_FFFF  # Value at which the counters of a port stand still.
 
 
 class Observer:
@@ -57,12 +57,12 @@ class Observer:
         self._tree = host.HostTree()
         self._processes: dict[int, SampledProcess] = {}
         self._other_queue_pairs: dict[tuple[str, int], RdmaQueuePair] = {}
-        self._first_twin_use: dict[tuple[Path, int, str], tuple[int, int]] = {}
+        self._twin_use_at_start: dict[tuple[Path, int, str], tuple[int, int]] = {}
         self._twin_use: dict[tuple[Path, int, str], tuple[int, int]] = {}
         self._not_seen: dict[str, None] = {}
         self._gpu_counter = host.GpuTrafficCounter()
         self._start_s = time.monotonic()
-        self._next_markers_s = 0.0
+        self._next_marker_scan_s = 0.0
         self._ports: tuple[PortCounters, ...] = ()
         self._nvidia_fs: NvidiaFs | None = None
 
@@ -82,18 +82,19 @@ class Observer:
         """Add what the process and its descendants have at this moment."""
         now_s = time.monotonic()
         marker = None
-        # The environment of every process of the machine is read, so this is not done in every sample.
-        if self._marker is not None and now_s >= self._next_markers_s:
-            marker, self._next_markers_s = self._marker, now_s + _MARKERS_INTERVAL_S
+        # The search for the marker reads the environment of every process of the machine. It takes long, so not every
+        # sample includes it.
+        if self._marker is not None and now_s >= self._next_marker_scan_s:
+            marker, self._next_marker_scan_s = self._marker, now_s + _MARKER_SCAN_INTERVAL_S
         self._gpu_counter.start()
-        members = host.descendants(self._tree, process_id, marker=marker)
-        for member, program in members.items():
-            new_process = SampledProcess(member, program, is_attached=self._is_attached)
-            self._processes.setdefault(member, new_process).program = program
+        program_by_process_id = host.descendants(self._tree, process_id, marker=marker)
+        for member_id, program in program_by_process_id.items():
+            new_process = SampledProcess(member_id, program, is_attached=self._is_attached)
+            self._processes.setdefault(member_id, new_process).program = program
         sockets = self._query("TCP sockets", evidence.tcp_sockets)
-        sockets_of_inode = {tcp_socket.inode: tcp_socket for tcp_socket in sockets}
-        for member in members:
-            for gap in self._processes[member].sample(self._tree, sockets_of_inode, now_s):
+        socket_by_inode = {tcp_socket.inode: tcp_socket for tcp_socket in sockets}
+        for member_id in program_by_process_id:
+            for gap in self._processes[member_id].sample(self._tree, socket_by_inode, now_s):
                 self._add_gap(gap)
         self._sample_rdma()
         self._sample_twins()
@@ -162,7 +163,7 @@ class Observer:
                         key = (path, use.process_id, use.api.value)
                         self._twin_use[key] = (use.objects_count, use.moved_bytes)
                         if self._is_attached:
-                            self._first_twin_use.setdefault(key, self._twin_use[key])
+                            self._twin_use_at_start.setdefault(key, self._twin_use[key])
 
     def _describe_process(self, process: SampledProcess) -> ObservedProcess:
         twin_objects: dict[str, int] = {}
@@ -170,7 +171,7 @@ class Observer:
         for key, (objects_count, moved_bytes) in self._twin_use.items():
             _path, process_id, api = key
             if process_id == process.process_id:
-                earlier_bytes = self._first_twin_use.get(key, (0, 0))[1]
+                earlier_bytes = self._twin_use_at_start.get(key, (0, 0))[1]
                 twin_objects[api] = twin_objects.get(api, 0) + objects_count
                 twin_bytes[api] = twin_bytes.get(api, 0) + moved_bytes - earlier_bytes
         return process.describe(twin_objects=twin_objects, twin_bytes=twin_bytes)
@@ -194,16 +195,16 @@ class Observer:
         return {name: value for name, value in growth.items() if value > 0}
 
     def _find_transports(self) -> tuple[str, ...]:
-        counts: dict[str, int] = {}
+        count_by_line: dict[str, int] = {}
         for path in sorted({path for process in self._processes.values() for path in process.log_paths}):
-            for line, count in logs.transport_lines(path).items():
-                counts[line] = counts.get(line, 0) + count
-        return tuple(f"{line} ({format_count(count, 'line')})" for line, count in sorted(counts.items()))
+            for line, count in logs.count_transport_lines(path).items():
+                count_by_line[line] = count_by_line.get(line, 0) + count
+        return tuple(f"{line} ({format_count(count, 'line')})" for line, count in sorted(count_by_line.items()))
 
     def _add_gaps(self, processes: tuple[ObservedProcess, ...]) -> None:
         """Add what no tool can see from outside, as far as it concerns these processes."""
-        names = {library.name for process in processes for library in process.libraries}
-        has_log = {path.name for process in self._processes.values() for path in process.log_paths}
+        library_names = {library.name for process in processes for library in process.libraries}
+        log_names = {path.name for process in self._processes.values() for path in process.log_paths}
         if self._gpu_counter.failure is not None and any(
             "/dev/nvidia" in node for process in processes for node in process.nodes
         ):
@@ -213,12 +214,12 @@ class Observer:
                 "whether a memory region is of a dma-buf or of an address: the kernel does not report it; the dma-bufs "
                 "that the process holds are listed"
             )
-        if "cufile" in names:
+        if "cufile" in library_names:
             self._add_gap(
                 "statistics of cuFile: they are in the process; gds_stats shows them if cufile.json has cufile_stats"
             )
         for name, title in (("nccl", "NCCL"), ("ucx", "UCX")):
-            if name in names and not has_log:
+            if name in library_names and not log_names:
                 self._add_gap(f"log of {title}: it is not written to a file; --logs switches it on")
         if not processes:
             self._add_gap("every process: the command ended before the first sample, after 20 ms")
@@ -240,14 +241,14 @@ def observe_process(process_id: int, *, duration_s: float | None = None) -> Obse
     tree = host.HostTree()
     identity = host.process_identity(process_id, tree)
     if identity is None:
-        raise _describe_process_error(process_id, errno.ESRCH, Reason.BAD_ARGUMENT, "check the process ID")
+        raise _make_process_error(process_id, errno.ESRCH, Reason.BAD_ARGUMENT, "check the process ID")
     try:
         evidence.descriptors(str(process_id))
     except FileNotFoundError as error:
-        raise _describe_process_error(process_id, errno.ESRCH, Reason.BAD_ARGUMENT, "check the process ID") from error
+        raise _make_process_error(process_id, errno.ESRCH, Reason.BAD_ARGUMENT, "check the process ID") from error
     except PermissionError as error:
         what_to_do = "run gdrkit observe with CAP_SYS_PTRACE or as the user of the process"
-        raise _describe_process_error(process_id, errno.EACCES, Reason.NO_PERMISSION, what_to_do) from error
+        raise _make_process_error(process_id, errno.EACCES, Reason.NO_PERMISSION, what_to_do) from error
     program = (tree.text(f"/proc/{process_id}/comm") or "").strip()
     end_s = None if duration_s is None else time.monotonic() + duration_s
     with Observer(is_attached=True) as observer:
@@ -278,7 +279,7 @@ def run_observed(command: Sequence[str], *, with_logs: bool = False) -> tuple[Ob
     # The observer starts NVML, and NVML starts a thread.
     command_mask = block_signals()
     with tempfile.TemporaryDirectory(prefix="gdrkit-observe-") as folder, Observer(marker=marker.encode()) as observer:
-        environment = {**os.environ, name: value, **(logs.switched_on(Path(folder)) if with_logs else {})}
+        environment = {**os.environ, name: value, **(logs.make_log_environment(Path(folder)) if with_logs else {})}
         status = supervise(command, environment, observer.sample, signal_mask=command_mask, interval_s_max=SAMPLE_S)
         return observer.finish(command, os.waitstatus_to_exitcode(status)), status
 
@@ -297,7 +298,7 @@ def port_traffic(before: PortCounters, after: PortCounters) -> tuple[PortTraffic
             gaps.append(
                 f"{title}: the counter went back from {first_count} to {last_count}, so it wrapped or was reset"
             )
-        elif first_count == last_count and last_count // (4 if name.endswith("bytes") else 1) == _SATURATED:
+        elif first_count == last_count and last_count // (4 if name.endswith("bytes") else 1) == _SATURATED_COUNT:
             gaps.append(f"{title}: the counter stands still at its largest value; reset it with perfquery -R")
         else:
             growths[name] = last_count - first_count
@@ -306,7 +307,7 @@ def port_traffic(before: PortCounters, after: PortCounters) -> tuple[PortTraffic
     return PortTraffic(before.device, before.port, **growths), tuple(gaps)
 
 
-def _describe_process_error(process_id: int, error_number: int, reason: Reason, what_to_do: str) -> ApiError:
+def _make_process_error(process_id: int, error_number: int, reason: Reason, what_to_do: str) -> ApiError:
     return ApiError(
         api=Api.KERNEL,
         operation="observe",

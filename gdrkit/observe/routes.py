@@ -31,7 +31,7 @@ _MANAGEMENT_TYPES = frozenset({"SMI", "GSI"})
 _CHOOSING_LIBRARIES = frozenset({"nccl", "ucx", "libfabric", "nixl"})
 # Fewer bytes are only the messages that set up connections, not the data of a program.
 _TCP_BYTES_MIN = 64 << 10
-# Fewer bytes may be the code and the settings of a program. More bytes are taken as the transfer of a file to a GPU.
+# Fewer bytes may be the code and the settings of a program. More bytes are counted as the transfer of a file to a GPU.
 _FILE_BYTES_MIN = 16 << 20
 # Limits of the PCIe bytes divided by the bytes of a file. Headers add about 8 % at 256 bytes per packet, and a program
 # also moves other bytes.
@@ -58,18 +58,18 @@ def _list_library_names(observation: Observation) -> set[str]:
 def _decide_rdma_route(observation: Observation) -> ObservedRoute | None:
     # NCCL and others also hold dma-bufs to share memory between GPUs, so only a queue pair shows that RDMA was set up.
     if _has_queue_pair(observation):
-        return _decide_used_rdma_route(observation, list(_describe_queue_pairs(observation)))
-    names = _list_library_names(observation)
-    can_choose = names & _CHOOSING_LIBRARIES
+        return _decide_rdma_route_by_counters(observation, list(_describe_queue_pairs(observation)))
+    library_names = _list_library_names(observation)
+    choosing_libraries = library_names & _CHOOSING_LIBRARIES
     tcp_bytes = observation.tcp_bytes
-    if not can_choose and "verbs" not in names:
+    if not choosing_libraries and "verbs" not in library_names:
         return None
     reason = "no queue pair was created" if observation.ports else "the kernel has no RDMA device"
-    if can_choose and tcp_bytes >= _TCP_BYTES_MIN:
+    if choosing_libraries and tcp_bytes >= _TCP_BYTES_MIN:
         cause = f"{reason}; {rounded_bytes(tcp_bytes)} went over TCP"
-        evidence = [f"{', '.join(sorted(can_choose))} would use RDMA where it is possible", *observation.log]
+        evidence = [f"{', '.join(sorted(choosing_libraries))} would use RDMA where it is possible", *observation.log]
         return ObservedRoute("rdma", RouteOutcome.FELL_BACK, 0, tuple(evidence), cause)
-    if not observation.ports and "verbs" in names:
+    if not observation.ports and "verbs" in library_names:
         return ObservedRoute("rdma", RouteOutcome.NOT_POSSIBLE, 0, ("libibverbs is loaded",), reason)
     return None
 
@@ -88,32 +88,33 @@ def _describe_queue_pairs(observation: Observation) -> Iterator[str]:
             if pair.type not in _MANAGEMENT_TYPES:
                 counts_by_device[pair.device, pair.type] = counts_by_device.get((pair.device, pair.type), 0) + 1
         for (device, pair_type), count in counts_by_device.items():
-            pairs = format_count(count, "queue pair")
-            yield f"{process.program} (pid {process.process_id}): {pairs} {pair_type} on {device}"
+            pairs_text = format_count(count, "queue pair")
+            yield f"{process.program} (pid {process.process_id}): {pairs_text} {pair_type} on {device}"
         twin_count = process.twin_objects.get("verbs", 0)
         if twin_count:
             moved_text = rounded_bytes(process.twin_bytes.get("verbs", 0))
-            pairs = format_count(twin_count, "queue pair")
+            pairs_text = format_count(twin_count, "queue pair")
             yield (
-                f"{process.program} (pid {process.process_id}): {pairs} on the software twin, which moved {moved_text}"
+                f"{process.program} (pid {process.process_id}): {pairs_text} on the software twin, "
+                f"which moved {moved_text}"
             )
     for process in observation.processes:
         if process.regions:
             total_text = rounded_bytes(sum(region.length_bytes for region in process.regions))
-            regions = format_count(len(process.regions), "memory region")
-            yield f"{process.program} (pid {process.process_id}): {regions}, {total_text}"
+            regions_text = format_count(len(process.regions), "memory region")
+            yield f"{process.program} (pid {process.process_id}): {regions_text}, {total_text}"
         for dmabuf in process.dmabufs:
-            size = rounded_bytes(dmabuf.size_bytes)
-            yield f"{process.program} (pid {process.process_id}): dma-buf of {dmabuf.exporter}, {size}"
+            size_text = rounded_bytes(dmabuf.size_bytes)
+            yield f"{process.program} (pid {process.process_id}): dma-buf of {dmabuf.exporter}, {size_text}"
 
 
-def _decide_used_rdma_route(observation: Observation, evidence: list[str]) -> ObservedRoute:
+def _decide_rdma_route_by_counters(observation: Observation, evidence: list[str]) -> ObservedRoute:
     twin_bytes = sum(process.twin_bytes.get("verbs", 0) for process in observation.processes)
     pairs = [
         pair for process in observation.processes for pair in process.queue_pairs if pair.type not in _MANAGEMENT_TYPES
     ]
     devices = {pair.device for pair in pairs}
-    # The kernel does not list queue pairs of a twin, so the counters of all ports of the twin's domain are used.
+    # The kernel does not list the queue pairs of a software twin. Their devices are unknown, so all ports are included.
     ports = [port for port in observation.ports if port.device in devices or (twin_bytes and not devices)]
     for port in ports:
         if port.has_grown:
@@ -123,11 +124,16 @@ def _decide_used_rdma_route(observation: Observation, evidence: list[str]) -> Ob
                     0, f"{rounded_bytes(port.sent_bytes)} sent, {rounded_bytes(port.received_bytes)} received"
                 )
             evidence.append(f"{port.device} port {port.port}: {'; '.join(counter_texts)}")
-    sums = [bytes_ for port in ports for bytes_ in (port.sent_bytes, port.received_bytes) if bytes_ is not None]
-    moved_bytes = twin_bytes or (max(sums) if sums else None)
+    port_bytes = [
+        counted_bytes_of_port
+        for port in ports
+        for counted_bytes_of_port in (port.sent_bytes, port.received_bytes)
+        if counted_bytes_of_port is not None
+    ]
+    moved_bytes = twin_bytes or (max(port_bytes) if port_bytes else None)
     evidence += observation.log
     own_pairs = {(pair.device, pair.number) for pair in pairs}
-    other_process_ids = sorted(
+    other_process_texts = sorted(
         {
             "the kernel" if pair.process_id is None else f"pid {pair.process_id}"
             for pair in observation.other_queue_pairs
@@ -140,15 +146,15 @@ def _decide_used_rdma_route(observation: Observation, evidence: list[str]) -> Ob
     cause = None
     if not twin_bytes and not any(port.has_grown for port in ports):
         cause = "the counters of the ports stood still"
-        can_choose = _list_library_names(observation) & _CHOOSING_LIBRARIES
-        if can_choose and observation.tcp_bytes >= _TCP_BYTES_MIN:
-            evidence.append(f"{', '.join(sorted(can_choose))} would use RDMA where it is possible")
+        choosing_libraries = _list_library_names(observation) & _CHOOSING_LIBRARIES
+        if choosing_libraries and observation.tcp_bytes >= _TCP_BYTES_MIN:
+            evidence.append(f"{', '.join(sorted(choosing_libraries))} would use RDMA where it is possible")
             cause = f"{cause}; {rounded_bytes(observation.tcp_bytes)} went over TCP"
             return ObservedRoute("rdma", RouteOutcome.FELL_BACK, 0, tuple(evidence), cause)
     elif not twin_bytes and not any(pair.state in {"RTS", "SQD"} for pair in pairs):
         cause = "no queue pair was seen in a state in which it can send"
-    elif other_process_ids:
-        cause = f"the counters of the ports also include {', '.join(other_process_ids)}"
+    elif other_process_texts:
+        cause = f"the counters of the ports also include {', '.join(other_process_texts)}"
     outcome = RouteOutcome.PROVEN if cause is None else RouteOutcome.UNPROVEN
     return ObservedRoute("rdma", outcome, moved_bytes, tuple(evidence), cause)
 
@@ -160,12 +166,14 @@ def _decide_tcp_route(observation: Observation) -> ObservedRoute | None:
     evidence = []
     for process in observation.processes:
         for peer in ("loopback", "remote"):
-            sent, received = (getattr(process, f"{peer}_{verb}_bytes") for verb in ("sent", "received"))
-            if sent or received:
+            sent_bytes, received_bytes = (
+                getattr(process, f"{peer}_{direction}_bytes") for direction in ("sent", "received")
+            )
+            if sent_bytes or received_bytes:
                 peer_text = "this machine" if peer == "loopback" else "other machines"
                 evidence.append(
-                    f"{process.program} (pid {process.process_id}): {rounded_bytes(sent)} sent to {peer_text} and "
-                    f"{rounded_bytes(received)} received, by the sockets that were open at a sample"
+                    f"{process.program} (pid {process.process_id}): {rounded_bytes(sent_bytes)} sent to {peer_text} "
+                    f"and {rounded_bytes(received_bytes)} received, by the sockets that were open at a sample"
                 )
     return ObservedRoute("tcp", RouteOutcome.PROVEN, tcp_bytes, tuple(evidence))
 
@@ -178,10 +186,10 @@ def _find_used_gpus(observation: Observation) -> list[GpuTraffic]:
 def _find_other_gpu_processes(observation: Observation, gpus: list[GpuTraffic]) -> list[str]:
     own_process_ids = {process.process_id for process in observation.processes}
     # In a container, NVML lists process IDs of another namespace. Then none of the observed processes is among them.
-    listed_process_ids = {process_id for gpu in gpus for process_id in gpu.process_ids}
+    gpu_process_ids = {process_id for gpu in gpus for process_id in gpu.process_ids}
     return (
-        [f"pid {process_id}" for process_id in sorted(listed_process_ids - own_process_ids)]
-        if listed_process_ids & own_process_ids
+        [f"pid {process_id}" for process_id in sorted(gpu_process_ids - own_process_ids)]
+        if gpu_process_ids & own_process_ids
         else []
     )
 
@@ -196,15 +204,15 @@ def _decide_nvlink_route(observation: Observation) -> ObservedRoute | None:
         for gpu in gpus
     ]
     evidence += observation.log
-    other_process_ids = _find_other_gpu_processes(observation, gpus)
-    cause = f"the counters of the GPUs also include {', '.join(other_process_ids)}" if other_process_ids else None
+    other_process_texts = _find_other_gpu_processes(observation, gpus)
+    cause = f"the counters of the GPUs also include {', '.join(other_process_texts)}" if other_process_texts else None
     outcome = RouteOutcome.UNPROVEN if cause else RouteOutcome.PROVEN
     moved_bytes = sum(gpu.nvlink_sent_bytes or 0 for gpu in gpus)
     return ObservedRoute("nvlink", outcome, moved_bytes, tuple(evidence), cause)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _FileBytes:
+class _FileByteCounts:
     """Bytes of files that the processes read, and bytes that their GPUs received."""
 
     read_bytes: int
@@ -225,57 +233,59 @@ def _decide_file_route(observation: Observation) -> ObservedRoute | None:
     processes = observation.processes
     pcie_counts = [gpu.pcie_received_bytes for gpu in gpus if gpu.pcie_received_bytes is not None]
     # The counts of a process include the counts of its ended children, so a sum would count them twice.
-    sizes = _FileBytes(
+    file_bytes = _FileByteCounts(
         read_bytes=max((process.read_bytes or 0 for process in processes), default=0),
         storage_bytes=max((process.storage_read_bytes or 0 for process in processes), default=0),
         mapped_bytes=max((process.mapped_file_bytes for process in processes), default=0),
         nvidia_fs_bytes=(observation.nvidia_fs or {}).get("Reads.readMiB", 0) << 20,
         pcie_bytes=sum(pcie_counts) if pcie_counts else None,
     )
-    if not gpus or max(sizes.counted_bytes, sizes.mapped_bytes) < _FILE_BYTES_MIN:
+    if not gpus or max(file_bytes.counted_bytes, file_bytes.mapped_bytes) < _FILE_BYTES_MIN:
         return None
     read_text, storage_text, mapped_text = map(
-        rounded_bytes, (sizes.read_bytes, sizes.storage_bytes, sizes.mapped_bytes)
+        rounded_bytes, (file_bytes.read_bytes, file_bytes.storage_bytes, file_bytes.mapped_bytes)
     )
     evidence = [
         f"{read_text} by read calls, {storage_text} of them from a storage device; {mapped_text} of data files mapped"
     ]
     for gpu in gpus:
-        received = rounded_bytes(gpu.pcie_received_bytes or 0)
-        evidence.append(f"GPU {gpu.minor} ({gpu.pci_bus_id}): {received} received over PCIe, with headers")
-    if sizes.nvidia_fs_bytes:
-        evidence.append(f"nvidia-fs read {rounded_bytes(sizes.nvidia_fs_bytes)} directly into GPU memory")
-    names = _list_library_names(observation)
-    route, cause = _decide_host_route(names), None
-    if sizes.nvidia_fs_bytes >= sizes.counted_bytes / 2:
+        received_text = rounded_bytes(gpu.pcie_received_bytes or 0)
+        evidence.append(f"GPU {gpu.minor} ({gpu.pci_bus_id}): {received_text} received over PCIe, with headers")
+    if file_bytes.nvidia_fs_bytes:
+        evidence.append(f"nvidia-fs read {rounded_bytes(file_bytes.nvidia_fs_bytes)} directly into GPU memory")
+    library_names = _list_library_names(observation)
+    route, cause = _decide_host_route(library_names), None
+    if file_bytes.nvidia_fs_bytes >= file_bytes.counted_bytes / 2:
         route = "nvfs"
-    elif "cufile" in names and sizes.storage_bytes >= sizes.read_bytes / 2:
+    elif "cufile" in library_names and file_bytes.storage_bytes >= file_bytes.read_bytes / 2:
         # cuFile reads peer to peer only from the storage device. Bytes from the page cache came through host memory.
         route, cause = "unknown", "cuFile may have read peer to peer, which only its own statistics show"
-    other_process_ids = _find_other_gpu_processes(observation, gpus)
-    cause = cause or _describe_pcie_gap(sizes, is_late=any(gpu.late_count for gpu in gpus))
+    other_process_texts = _find_other_gpu_processes(observation, gpus)
+    cause = cause or _describe_pcie_gap(file_bytes, is_late=any(gpu.late_count for gpu in gpus))
     cause = cause or (
-        f"the counters of the GPUs also include {', '.join(other_process_ids)}" if other_process_ids else None
+        f"the counters of the GPUs also include {', '.join(other_process_texts)}" if other_process_texts else None
     )
     outcome = RouteOutcome.PROVEN if cause is None else RouteOutcome.UNPROVEN
-    return ObservedRoute(route, outcome, sizes.counted_bytes, tuple(evidence), cause)
+    return ObservedRoute(route, outcome, file_bytes.counted_bytes, tuple(evidence), cause)
 
 
-def _describe_pcie_gap(sizes: _FileBytes, *, is_late: bool) -> str | None:
+def _describe_pcie_gap(file_bytes: _FileByteCounts, *, is_late: bool) -> str | None:
     """Return why the bytes over PCIe do not show that the GPUs received the files, or None if they do."""
-    if sizes.pcie_bytes is None:
+    if file_bytes.pcie_bytes is None:
         return "the GPU has no counter of its PCIe traffic"
     if is_late:
         return "the PCIe counters were read too late, and may have wrapped more than once"
-    if sizes.counted_bytes < _FILE_BYTES_MIN:
-        return f"the files were mapped, and nothing counts which of the {rounded_bytes(sizes.mapped_bytes)} were used"
-    ratio = sizes.pcie_bytes / sizes.counted_bytes
+    if file_bytes.counted_bytes < _FILE_BYTES_MIN:
+        return (
+            f"the files were mapped, and nothing counts which of the {rounded_bytes(file_bytes.mapped_bytes)} were used"
+        )
+    ratio = file_bytes.pcie_bytes / file_bytes.counted_bytes
     if not _PCIE_RATIO_MIN <= ratio <= _PCIE_RATIO_MAX:
         limits = f"{_PCIE_RATIO_MIN} to {_PCIE_RATIO_MAX}"
         return f"PCIe received {ratio:.2f} times the bytes of the files, not {limits} times"
     return None
 
 
-def _decide_host_route(names: set[str]) -> str:
+def _decide_host_route(library_names: set[str]) -> str:
     """Return the name of the route through host memory: by the copy engine of gdrkit, or by read calls."""
-    return "engine" if "gdrkit.gds" in names and "kvikio" not in names else "posix"
+    return "engine" if "gdrkit.gds" in library_names and "kvikio" not in library_names else "posix"

@@ -27,7 +27,7 @@ SAMPLE_S = 0.05
 _MAPS_INTERVAL_S_MAX = 2.0
 
 # Names of libraries that move bytes or choose a path, by the beginning of the file name.
-_LIBRARY_NAMES = {
+_LIBRARY_NAME_BY_PREFIX = {
     "libibverbs": "verbs",
     "librdmacm": "rdmacm",
     "libcuda.so": "cuda",
@@ -44,11 +44,11 @@ _LIBRARY_NAMES = {
     "libtorch_cuda": "torch",
 }
 # The native engines of gdrkit are modules of Python, so their names say little without the folder.
-_ENGINES = {"/gdrkit/gds/_engine": "gdrkit.gds", "/gdrkit/storage/_engine": "gdrkit.storage"}
+_ENGINE_NAME_BY_PATH_PART = {"/gdrkit/gds/_engine": "gdrkit.gds", "/gdrkit/storage/_engine": "gdrkit.storage"}
 # The fields of a line of /proc/<pid>/maps: addresses, permissions, offset, device, inode, path (proc(5)).
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ [1-9]\d*\s+(/.*)$", re.MULTILINE)
-_DEVICE_NODES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
-_SOCKET = re.compile(r"^socket:\[(\d+)\]$")
+_DEVICE_NODE_PREFIXES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
+_SOCKET_TARGET = re.compile(r"^socket:\[(\d+)\]$")
 # A file of which a process has mapped fewer bytes is not counted.
 _MAPPED_FILE_BYTES_MIN = 1 << 20
 _IO_FIELDS = ("rchar", "wchar", "read_bytes")
@@ -91,16 +91,16 @@ class SampledProcess:
     log_paths: set[Path] = field(default_factory=set)
     usage_file: Path | None = None
     _sockets: dict[int, TcpSocket] = field(default_factory=dict, init=False)
-    _first_sockets: dict[int, TcpSocket] = field(default_factory=dict, init=False)
-    _io: dict[str, int] = field(default_factory=dict, init=False)
-    _first_io: dict[str, int] = field(default_factory=dict, init=False)
+    _sockets_at_start: dict[int, TcpSocket] = field(default_factory=dict, init=False)
+    _io_counters: dict[str, int] = field(default_factory=dict, init=False)
+    _io_counters_at_start: dict[str, int] = field(default_factory=dict, init=False)
     _mapped_file_bytes: dict[str, int] = field(default_factory=dict, init=False)
     _is_new: bool = field(default=True, init=False)
     _next_maps_s: float = field(default=0.0, init=False)
     _maps_interval_s: float = field(default=SAMPLE_S, init=False)
 
     def sample(self, tree: HostTree, sockets: Mapping[int, TcpSocket], now_s: float) -> Iterator[str]:
-        """Add what the process has at this moment. Yield a sentence for each thing that cannot be seen.
+        """Add what the process has at this moment. Yield a sentence for each kind of evidence that cannot be seen.
 
         Parameters
         ----------
@@ -112,8 +112,8 @@ class SampledProcess:
             The time, as time.monotonic() returns it.
         """
         name = str(self.process_id)
-        is_first, self._is_new = self._is_new and self.is_attached, False
-        self._sample_io(tree, is_first=is_first)
+        is_start_sample, self._is_new = self._is_new and self.is_attached, False
+        self._sample_io(tree, is_start_sample=is_start_sample)
         try:
             targets = evidence.descriptors(name)
         except FileNotFoundError:
@@ -124,27 +124,30 @@ class SampledProcess:
             text = f"pid {name} ({self.program}): {describe_errno(error)}"
             yield f"libraries, descriptors and sockets of {text}; CAP_SYS_PTRACE is needed to see them"
             return
-        self.device_nodes |= {target for target in targets.values() if target.startswith(_DEVICE_NODES)}
+        self.device_nodes |= {target for target in targets.values() if target.startswith(_DEVICE_NODE_PREFIXES)}
         for dmabuf in evidence.held_dmabufs(tree, name, targets):
-            self.dmabufs[dmabuf.inode or id(dmabuf)] = dmabuf
+            # Without an inode, equal dma-bufs are taken for one, so that not every sample adds the same dma-buf again.
+            self.dmabufs[dmabuf.inode or hash(dmabuf)] = dmabuf
         for target in targets.values():
-            match = _SOCKET.match(target)
+            match = _SOCKET_TARGET.match(target)
             if match and (tcp_socket := sockets.get(int(match[1]))) is not None:
                 self._sockets[tcp_socket.inode] = tcp_socket
-                if is_first:
-                    self._first_sockets[tcp_socket.inode] = tcp_socket
+                if is_start_sample:
+                    self._sockets_at_start[tcp_socket.inode] = tcp_socket
         if now_s >= self._next_maps_s:
             self._maps_interval_s = min(2 * self._maps_interval_s, _MAPS_INTERVAL_S_MAX)
             self._next_maps_s = now_s + self._maps_interval_s
             self._sample_maps(tree)
             self._sample_environment(tree)
-            own_network, network = (tree.link_name(f"/proc/{folder}/ns/net") for folder in ("self", name))
-            if network is not None and network != own_network:
+            own_network_namespace, network_namespace = (
+                tree.link_name(f"/proc/{folder}/ns/net") for folder in ("self", name)
+            )
+            if network_namespace is not None and network_namespace != own_network_namespace:
                 yield f"TCP sockets of pid {name} ({self.program}): it has another network namespace"
 
     def describe(self, *, twin_objects: dict[str, int], twin_bytes: dict[str, int]) -> ObservedProcess:
         """Return the evidence of all samples, with what the twins of the process recorded."""
-        io = {key: value - self._first_io.get(key, 0) for key, value in self._io.items()}
+        io_counters = {key: value - self._io_counters_at_start.get(key, 0) for key, value in self._io_counters.items()}
         return ObservedProcess(
             process_id=self.process_id,
             program=self.program,
@@ -153,9 +156,9 @@ class SampledProcess:
             regions=tuple(self.regions.values()),
             dmabufs=tuple(self.dmabufs.values()),
             nodes=tuple(sorted(self.device_nodes)),
-            read_bytes=io.get("rchar"),
-            written_bytes=io.get("wchar"),
-            storage_read_bytes=io.get("read_bytes"),
+            read_bytes=io_counters.get("rchar"),
+            written_bytes=io_counters.get("wchar"),
+            storage_read_bytes=io_counters.get("read_bytes"),
             mapped_file_bytes=sum(self._mapped_file_bytes.values()),
             loopback_sent_bytes=self._sum_tcp_bytes(is_sent=True, is_loopback=True),
             remote_sent_bytes=self._sum_tcp_bytes(is_sent=True, is_loopback=False),
@@ -165,14 +168,14 @@ class SampledProcess:
             twin_bytes=twin_bytes,
         )
 
-    def _sample_io(self, tree: HostTree, *, is_first: bool) -> None:
+    def _sample_io(self, tree: HostTree, *, is_start_sample: bool) -> None:
         text = tree.text(f"/proc/{self.process_id}/io")
         values = dict(line.split(": ") for line in (text or "").splitlines() if ": " in line)
-        io = {key: int(values[key]) for key in _IO_FIELDS if values.get(key, "").isdecimal()}
-        if io:
-            self._io = io
-            if is_first:
-                self._first_io = io
+        io_counters = {key: int(values[key]) for key in _IO_FIELDS if values.get(key, "").isdecimal()}
+        if io_counters:
+            self._io_counters = io_counters
+            if is_start_sample:
+                self._io_counters_at_start = io_counters
 
     def _sample_maps(self, tree: HostTree) -> None:
         """Add the libraries and the data files that the process has mapped."""
@@ -192,12 +195,12 @@ class SampledProcess:
     def _sample_environment(self, tree: HostTree) -> None:
         """Add the log files and the record of the twins that the environment of the process names."""
         folder = f"/proc/{self.process_id}"
-        environ_data = (tree.data(f"{folder}/environ") or b"").decode("utf-8", "backslashreplace")
-        environ = dict(entry.partition("=")[::2] for entry in environ_data.split("\0") if "=" in entry)
+        environ_text = (tree.data(f"{folder}/environ") or b"").decode("utf-8", "backslashreplace")
+        environment = dict(entry.partition("=")[::2] for entry in environ_text.split("\0") if "=" in entry)
         working_folder = "/".join(tree.link_parts(f"{folder}/cwd")).replace("//", "/") or "/"
-        self.log_paths.update(logs.log_files(environ, self.process_id, working_folder))
-        if environ.get(launch.USAGE_VARIABLE):
-            self.usage_file = Path(environ[launch.USAGE_VARIABLE])
+        self.log_paths.update(logs.find_log_files(environment, self.process_id, working_folder))
+        if environment.get(launch.USAGE_VARIABLE):
+            self.usage_file = Path(environment[launch.USAGE_VARIABLE])
 
     def _sum_tcp_bytes(self, *, is_sent: bool, is_loopback: bool) -> int:
         """Return the payload of the TCP sockets of the process since its first sample."""
@@ -208,7 +211,9 @@ class SampledProcess:
         sockets = {
             inode: tcp_socket for inode, tcp_socket in self._sockets.items() if tcp_socket.is_loopback == is_loopback
         }
-        earlier_bytes = sum(count_bytes(self._first_sockets[inode]) for inode in sockets.keys() & self._first_sockets)
+        earlier_bytes = sum(
+            count_bytes(self._sockets_at_start[inode]) for inode in sockets.keys() & self._sockets_at_start
+        )
         return sum(map(count_bytes, sockets.values())) - earlier_bytes
 
 
@@ -219,7 +224,7 @@ def describe_errno(error: OSError) -> str:
 
 def _find_library_name(path: str) -> str | None:
     file_name = path.rpartition("/")[2]
-    for prefix, name in _LIBRARY_NAMES.items():
+    for prefix, name in _LIBRARY_NAME_BY_PREFIX.items():
         if file_name.startswith(prefix):
             return name
-    return next((name for part, name in _ENGINES.items() if part in path), None)
+    return next((name for part, name in _ENGINE_NAME_BY_PATH_PART.items() if part in path), None)

@@ -38,12 +38,12 @@ _RESULT_TEXTS: dict[int, str] = {
     ExitCode.SETUP_MISSING: "set-up is missing",
     ExitCode.NOTHING_PROVEN: "nothing proven",
 }
-_CASE = "test_every_nic_accesses_every_device"
+_CASE_NAME = "test_every_nic_accesses_every_device"
 # The share of the budget that a query of an API may take. All queries run at the same time.
 _QUERY_SHARE = 0.4
 # Time for the clean-up of the running case before its process is killed, in seconds.
 _CLEAN_UP_TIMEOUT_S = 0.5
-_KILL_RESERVE_S = KILL_TIMEOUT_S + _CLEAN_UP_TIMEOUT_S
+_END_RESERVE_S = KILL_TIMEOUT_S + _CLEAN_UP_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def check(options: Options, *, budget_s: float) -> CheckResult:
     Parameters
     ----------
     options : Options
-        ``software``, ``profile`` and ``command`` are used. This function sets the other options itself.
+        ``uses_only_twins``, ``profile`` and ``command`` are used. This function sets the other options itself.
     budget_s : float
         The time in which the check ends, also if a driver hangs. At least 10 s.
 
@@ -103,20 +103,20 @@ def check(options: Options, *, budget_s: float) -> CheckResult:
             options,
             output=Path(folder),
             suites=install_paths().suites / "rdma",
-            select=_CASE,
+            select=_CASE_NAME,
             query_timeout_s=budget_s * _QUERY_SHARE,
             clean_up_timeout_s=_CLEAN_UP_TIMEOUT_S,
         )
         try:
-            with exit_on_signals(), _limit_time(budget_s - _KILL_RESERVE_S):
+            with exit_on_signals(), _limit_time(budget_s - _END_RESERVE_S):
                 run, _ = run_cases(check_options, stage)
         except _TimeLimitReached:
             text = f"{host}: failed: no result within {budget_s:g} s, while {stage.text}. To do: gdrkit doctor"
             return CheckResult(ExitCode.FAILED, text)
-    return CheckResult(ExitCode(run.exit_code), _describe(host, run, time.monotonic() - started_s))
+    return CheckResult(ExitCode(run.exit_code), _describe_result(host, run, time.monotonic() - started_s))
 
 
-def _describe(host: str, run: Run, duration_s: float) -> str:
+def _describe_result(host: str, run: Run, duration_s: float) -> str:
     """Return the line: the host, the result, the first cause, what to do, and the duration."""
     result_text = (
         "software only" if run.exit_code == ExitCode.PROVEN and run.software_asked else _RESULT_TEXTS[run.exit_code]

@@ -96,7 +96,7 @@ class SuiteRunner:
             *("-c", str(configuration), "--rootdir", str(suites), "-p", "gdrkit.harness.plugin"),
             *("-m", "qualify", "--color=no", f"--facts={folder.facts}", *options),
         ]
-        self._log = folder.path / "pytest.log"
+        self._log_path = folder.path / "pytest.log"
         self.kill_failures: list[str] = []
 
     def plan(self) -> CasePlan:
@@ -136,8 +136,8 @@ class SuiteRunner:
         """
         reader = _OutputReader(self._folder, on_plan, on_record)
         remaining_file = self._folder.path / "cases.txt"
-        records = f"--records={self._folder.records}"
-        child_exit = self._run_child([records, f"--plan={self._folder.plan}"], reader)
+        records_option = f"--records={self._folder.records}"
+        child_exit = self._run_child([records_option, f"--plan={self._folder.plan}"], reader)
         plan = reader.plan
         # pytest writes the plan before it evaluates the expression of -k. So the plan exists even if the expression is
         # invalid.
@@ -146,26 +146,26 @@ class SuiteRunner:
         remaining_cases = [case.case for case in plan.cases]
         while remaining_cases := [case for case in remaining_cases if case not in reader.recorded_cases]:
             # Cases run in the order of the plan, so the first case without a record was running when the child ended.
-            record = _record_of_lost_case(
-                remaining_cases.pop(0), str(child_exit), self._log_tail(), plan.profile, common_fields
+            record = _make_lost_case_record(
+                remaining_cases.pop(0), str(child_exit), self._read_log_tail(), plan.profile, common_fields
             )
             append_record(self._folder.records, record)
             reader.read()
             if remaining_cases:
                 remaining_file.write_text("\n".join(remaining_cases) + "\n", encoding="utf-8")
-                child_exit = self._run_child([records, f"--cases={remaining_file}"], reader)
+                child_exit = self._run_child([records_option, f"--cases={remaining_file}"], reader)
         remaining_file.unlink(missing_ok=True)
         return plan
 
     def _run_child(self, options: list[str], reader: _OutputReader) -> _ChildExit:
         # Ctrl-C sends SIGINT to the whole process group of the terminal, and this process also sends one to the child.
         # The second SIGINT would abort the clean-up of the running case. So the child gets a process group of its own.
-        with self._log.open("ab") as log, interruptible_children():
+        with self._log_path.open("ab") as log_file, interruptible_children():
             child = subprocess.Popen(
                 [*self._command, *options],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=log_file,
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
@@ -181,15 +181,15 @@ class SuiteRunner:
                 self.kill_failures.append(kill_failure)
 
     def _make_collection_error(self, child_exit: _ChildExit) -> GdrkitError:
-        text = self._log_tail()
+        text = self._read_log_tail()
         if child_exit.code == _PYTEST_USAGE_ERROR:
             errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
             return UsageError(" ".join(errors) or text)
         message = f"the suites cannot be collected ({child_exit}):\n{text}"
-        return GdrkitError(message, what_to_do=f"read {self._log}")
+        return GdrkitError(message, what_to_do=f"read {self._log_path}")
 
-    def _log_tail(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="backslashreplace")[-_LOG_TAIL_CHARACTERS:]
+    def _read_log_tail(self) -> str:
+        return self._log_path.read_text(encoding="utf-8", errors="backslashreplace")[-_LOG_TAIL_CHARACTERS:]
 
 
 class _OutputReader:
@@ -277,7 +277,9 @@ def _watch(child: subprocess.Popen[bytes], reader: _OutputReader) -> _ChildExit:
     return _ChildExit(code)
 
 
-def _record_of_lost_case(case: str, child_exit: str, log: str, profile: str, common_fields: CommonFields) -> Record:
+def _make_lost_case_record(
+    case: str, child_exit: str, log_tail: str, profile: str, common_fields: CommonFields
+) -> Record:
     return Record(
         schema_version=SCHEMA_VERSION,
         case=case,
@@ -289,7 +291,7 @@ def _record_of_lost_case(case: str, child_exit: str, log: str, profile: str, com
         substrate={},
         libraries=(),
         seed=common_fields.seed,
-        evidence={"traceback": log},
+        evidence={"traceback": log_tail},
         numbers={},
         routes=(),
         duration_ms=0.0,

@@ -25,9 +25,9 @@ def exit_on_signals() -> Iterator[None]:
     A signal that is ignored (nohup) or already has a handler is not changed. The context manager has an effect only in
     the main thread, because Python handles signals only there.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    candidates = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
-    changed_signals = [number for number in candidates if signal.getsignal(number) is signal.SIG_DFL]
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    handled_signals = (signal.SIGTERM, signal.SIGHUP) if is_main_thread else ()
+    changed_signals = [number for number in handled_signals if signal.getsignal(number) is signal.SIG_DFL]
     for number in changed_signals:
         signal.signal(number, _exit_with_signal)
     try:
@@ -45,8 +45,8 @@ def interruptible_children() -> Iterator[None]:
     instead, the child gets the default action. So this context manager installs an empty handler for SIGINT if it is
     ignored. It has an effect only in the main thread.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         yield
         return
     signal.signal(signal.SIGINT, _do_nothing)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "decide"]
 
 # If an API failed for one of these reasons, an administrator can repair it. Missing hardware cannot be repaired.
-_SET_UP_REASONS = frozenset(
+_REPAIRABLE_REASONS = frozenset(
     {
         Reason.LIBRARY_MISSING,
         Reason.LIBRARY_DAMAGED,
@@ -85,7 +85,7 @@ def decide(
     failed_outcome = _decide_on_failures(profile, records, statuses, software_asked=software_asked)
     if failed_outcome is not None:
         return failed_outcome
-    set_up_failures = [failure for failure in facts.failures if failure.reason in _SET_UP_REASONS]
+    set_up_failures = [failure for failure in facts.failures if failure.reason in _REPAIRABLE_REASONS]
     if set_up_failures:
         return Outcome(
             code=ExitCode.SETUP_MISSING,
@@ -127,7 +127,7 @@ def _decide_on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ..
         return Outcome(
             code=ExitCode.NOTHING_PROVEN,
             verdict="Nothing was proven on hardware",
-            causes=_list_causes_of_unproven(statuses),
+            causes=_list_unproven_causes(statuses),
             to_do=("run it where a GPU and an RDMA NIC are, or add --software to qualify the code alone",),
             required=required,
         )
@@ -189,15 +189,15 @@ def _decide_on_missing_cases(profile: Profile, records: Sequence[Record], *, is_
     return None
 
 
-def _list_causes_of_unproven(statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
+def _list_unproven_causes(statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
     if not statuses:
         return ("there is no pair of a device and a NIC",)
-    causes: dict[str, list[str]] = {}
+    names_by_cause: dict[str, list[str]] = {}
     for status in statuses:
-        causes.setdefault(status.cause, []).append(status.name)
+        names_by_cause.setdefault(status.cause, []).append(status.name)
     texts = [
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {cause}"
-        for cause, names in causes.items()
+        for cause, names in names_by_cause.items()
     ]
     return tuple(texts[:_CAUSES_MAX])
 

@@ -1,6 +1,6 @@
 """Display of the progress of a qualification: implementations of :class:`gdrkit.qualify.run.Progress`.
 
-On a terminal it is a progress bar with the name of the running case. In a file or pipe it is one line per case.
+On a terminal, the progress is a bar with the name of the running case. In a file or pipe, it is one line per case.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class LineProgress:
 
     def __init__(self, stream: TextIO, *, period_s: float = _SILENCE_MAX_S) -> None:
         self._stream = stream
-        self._cases: tuple[str, ...] = ()
+        self._case_names: tuple[str, ...] = ()
         self._completed_count = 0
         self._running_text = "querying the APIs of this machine"
         self._running_since_s = time.monotonic()
         self._line_count = 0
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._close_event = threading.Event()
         self._thread = threading.Thread(target=self._report_silence, args=(period_s,), daemon=True)
         self._thread.start()
 
@@ -69,14 +69,14 @@ class LineProgress:
 
     def begin_cases(self, plan: CasePlan) -> None:
         """Print the profile and the number of cases."""
-        self._cases = tuple(case.case for case in plan.cases)
+        self._case_names = tuple(case.case for case in plan.cases)
         self._begin_next_case()
-        self.print_line(f"profile {plan.profile}, {format_count(len(self._cases), 'case')}")
+        self.print_line(f"profile {plan.profile}, {format_count(len(self._case_names), 'case')}")
 
     def show_record(self, record: Record) -> None:
         """Print a line for a case, and one for each of its reasons."""
         self._completed_count += 1
-        position, verdict = f"{self._completed_count}/{len(self._cases)}", _VERDICT_NAMES[record.verdict]
+        position, verdict = f"{self._completed_count}/{len(self._case_names)}", _VERDICT_NAMES[record.verdict]
         self._begin_next_case()
         self.print_line(f"[{position}] {verdict:8} {record.case} ({record.duration_ms:.0f} ms)")
         for reason in record.reasons:
@@ -84,17 +84,17 @@ class LineProgress:
 
     def close(self) -> None:
         """End the thread that reports silence."""
-        self._closed.set()
+        self._close_event.set()
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def _begin_next_case(self) -> None:
-        is_last = self._completed_count >= len(self._cases)
-        self._running_text = "ending the cases" if is_last else self._cases[self._completed_count]
+        is_last = self._completed_count >= len(self._case_names)
+        self._running_text = "ending the cases" if is_last else self._case_names[self._completed_count]
         self._running_since_s = time.monotonic()
 
     def _report_silence(self, period_s: float) -> None:
         last_line_count = self._line_count
-        while not self._closed.wait(period_s):
+        while not self._close_event.wait(period_s):
             if self._line_count == last_line_count:
                 self.print_line(f"    {self._running_text} ({time.monotonic() - self._running_since_s:.0f} s)")
             last_line_count = self._line_count
@@ -107,7 +107,7 @@ class TerminalProgress:
         self._console = console
         self._bar: Bar | None = None
         self._task: TaskID | None = None
-        self._remaining: list[str] = []
+        self._remaining_cases: list[str] = []
 
     def print_line(self, line: str) -> None:
         """Print a line above the bar."""
@@ -120,7 +120,7 @@ class TerminalProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.table import Column
 
-        self._remaining = [case.case for case in plan.cases]
+        self._remaining_cases = [case.case for case in plan.cases]
         self._bar = Progress(
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
@@ -132,7 +132,7 @@ class TerminalProgress:
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task(self._find_running_case(), total=len(self._remaining))
+        self._task = self._bar.add_task(self._find_running_case(), total=len(self._remaining_cases))
         self._bar.start()
 
     def show_record(self, record: Record) -> None:
@@ -143,13 +143,13 @@ class TerminalProgress:
         line.append(f"{_VERDICT_NAMES[record.verdict]:9}", style=_VERDICT_STYLES[record.verdict])
         line.append(record.case)
         line.append(f"  {record.duration_ms:.0f} ms", style="dim")
-        # The terminal, not rich, wraps a long line. The user can then still copy it as one line.
+        # With soft_wrap, the terminal wraps a long line instead of rich, so that the user can copy it as one line.
         self._console.print(line, soft_wrap=True)
         for reason in record.reasons:
             text = f"         {reason.need + ': ' if reason.need else ''}{reason.text}"
             self._console.print(Text(text, style="dim"), soft_wrap=True)
         if self._bar is not None and self._task is not None:
-            self._remaining = [name for name in self._remaining if name != record.case]
+            self._remaining_cases = [name for name in self._remaining_cases if name != record.case]
             self._bar.update(self._task, advance=1, description=self._find_running_case())
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class TerminalProgress:
             self._bar.stop()
 
     def _find_running_case(self) -> str:
-        return self._remaining[0].rpartition("::")[2] if self._remaining else ""
+        return self._remaining_cases[0].rpartition("::")[2] if self._remaining_cases else ""
 
 
 def make_progress(stream: TextIO | None = None) -> LineProgress | TerminalProgress:

@@ -126,7 +126,7 @@ def plan_only(options: Options, progress: Progress) -> dict[str, object]:
     """
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="gdrkit-plan-") as folder:
         options_with_output = replace(options, output=options.output or Path(folder))
-        prepared_run = _prepare(options_with_output, progress, dt.datetime.now(dt.UTC))
+        prepared_run = _prepare_run(options_with_output, progress, dt.datetime.now(dt.UTC))
         plan = prepared_run.runner.plan()
         plan_data = json.loads(prepared_run.folder.plan.read_bytes())
     hardware = launch.present_hardware(HostTree())
@@ -141,10 +141,10 @@ def plan_only(options: Options, progress: Progress) -> dict[str, object]:
 
 def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     """Run the cases and write run.json, without a report; see :func:`qualify`."""
-    started, clock_start = dt.datetime.now(dt.UTC), time.monotonic()
-    prepared_run = _prepare(options, progress, started)
+    started, clock_start_s = dt.datetime.now(dt.UTC), time.monotonic()
+    prepared_run = _prepare_run(options, progress, started)
     commit, identity = install_paths().commit(), host_identity(HostTree())
-    common = CommonFields(
+    common_fields = CommonFields(
         facts_digest=prepared_run.facts.digest,
         seed=prepared_run.seed,
         commit=commit,
@@ -176,7 +176,7 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     # run.json says "interrupted" until the outcome replaces it. So a report can be made even if this process is killed.
     prepared_run.folder.write_run(unfinished_run)
     try:
-        plan = prepared_run.runner.run(common, progress.begin_cases, progress.show_record)
+        plan = prepared_run.runner.run(common_fields, progress.begin_cases, progress.show_record)
     except (KeyboardInterrupt, SystemExit):
         path = shlex.quote(str(prepared_run.folder.path))
         progress.print_line(f"The run was interrupted. To report the completed cases, run: gdrkit report {path}")
@@ -196,7 +196,7 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     )
     run = replace(
         unfinished_run,
-        duration_s=round(time.monotonic() - clock_start, 3),
+        duration_s=round(time.monotonic() - clock_start_s, 3),
         profile=profile.name,
         profile_about=profile.about,
         exit_code=int(outcome.code),
@@ -216,7 +216,7 @@ def _describe_selection(options: Options) -> str:
     return shlex.join(word for name, value in values.items() if value is not None for word in (name, str(value)))
 
 
-def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _PreparedRun:
+def _prepare_run(options: Options, progress: Progress, started: dt.datetime) -> _PreparedRun:
     _check_installation()
     tree = HostTree()
     present_hardware = launch.present_hardware(tree)
@@ -225,7 +225,7 @@ def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _Pre
     launch_options = launch.Launch(twin_apis=twin_apis, seed=seed, isolated=True)
     environment = launch.environment(launch_options)
     if options.profile is not None:
-        load_profile(options.profile)  # This raises an error for an unknown name. The probe below is slow.
+        load_profile(options.profile)  # Report an unknown name now, because the probe below is slow.
     folder = RunFolder(options.output or install_paths().runs / started.strftime("%Y%m%dT%H%M%SZ"))
     folder.make_empty()
     facts = probe(environment=environment, timeout_s=options.query_timeout_s)

@@ -46,7 +46,7 @@ class NumberCheck:
 
     number: str
     found: float
-    bound_value: float
+    bound: float
     verdict: Verdict
     text: str
 
@@ -56,8 +56,8 @@ def ran_on_hardware(apis: Iterable[str], substrate: Mapping[str, Substrate]) -> 
 
     Only then a number that was measured with these APIs describes the machine.
     """
-    names = tuple(apis)
-    return bool(names) and all(substrate.get(api) is Substrate.HARDWARE for api in names)
+    api_names = tuple(apis)
+    return bool(api_names) and all(substrate.get(api) is Substrate.HARDWARE for api in api_names)
 
 
 def check_numbers(
@@ -113,7 +113,7 @@ def _make_check(name: str, measured_value: float, bound_value: float, text: str,
     return NumberCheck(
         number=name,
         found=measured_value,
-        bound_value=bound_value,
+        bound=bound_value,
         verdict=Verdict.PASS if is_met else Verdict.FAIL,
         text=text,
     )

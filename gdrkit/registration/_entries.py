@@ -77,7 +77,7 @@ class CacheEntry:
 
     @property
     def lease_count(self) -> int:
-        """The number of leases. `list.copy` and `list.pop` are atomic against each other, also without a GIL."""
+        """The number of leases. No lock is needed: `list.copy` and `list.pop` are atomic, also without a GIL."""
         return len(self.lease_marks.copy())
 
     @property
@@ -150,7 +150,7 @@ class EntryIndex:
     def find_invalidated_entries(self, key: AllocationKey) -> list[CacheEntry]:
         """Return the entries with a chunk that no longer exists.
 
-        The chunks of `key` exist now. A chunk that overlaps them, and is not one of them, no longer exists.
+        The chunks of `key` exist now. Another chunk that overlaps one of these chunks no longer exists.
         """
         existing_chunks = set(key)
         return [

@@ -3,9 +3,9 @@
 At most one registration per key is pending: concurrent lookups of one allocation share it. One thread registers, and
 the others wait for it.
 
-An entry that is leased when it is unlinked stays registered until its last lease ends. The thread that ends that lease
-deregisters the entry. While a deregistration of some memory is pending, that memory cannot be freed and the cache
-cannot be closed.
+An entry that is leased when it is unlinked (lookups no longer find it) stays registered until its last lease ends. The
+thread that ends that lease deregisters the entry. While a deregistration of some memory is pending, that memory cannot
+be freed and the cache cannot be closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PendingDeregistrations", "PendingRegistration", "PendingRegistrations", "register_allocation"]
 
-# Above every address of memory, also above the ranges that stand for dma-bufs (see DmabufMemory).
+# An address above all memory, also above the address ranges that represent dma-bufs (see DmabufMemory).
 _ADDRESS_END = 1 << 256
 
 
@@ -83,11 +83,11 @@ class PendingRegistrations:
 
     def unlink(self, begin: int, end: int) -> int:
         """Stop new lookups from joining the pending registrations that overlap [begin, end). Return their number."""
-        overlapping = [pending for key, pending in self._by_key.items() if overlaps(key, begin, end)]
-        for pending in overlapping:
+        overlapping_registrations = [pending for key, pending in self._by_key.items() if overlaps(key, begin, end)]
+        for pending in overlapping_registrations:
             pending.is_unlinked = True
             del self._by_key[pending.key]
-        return len(overlapping)
+        return len(overlapping_registrations)
 
     def count_overlapping(self, begin: int, end: int) -> int:
         """Return the number of pending registrations that overlap [begin, end), including the unlinked ones."""
@@ -103,7 +103,7 @@ class PendingDeregistrations:
     ----------
     pending : set of CacheEntry
         Unlinked entries that are still leased, or that some thread is deregistering.
-    failed : list of CacheEntry
+    failed_entries : list of CacheEntry
         Entries that libibverbs failed to deregister.
     registered_bytes : int
         Number of bytes that are registered, in linked and unlinked entries.
@@ -152,8 +152,8 @@ class PendingDeregistrations:
     def deregister(self, entries: Iterable[CacheEntry], *, raise_errors: bool) -> None:
         """Close the memory of entries that this thread has claimed, which deregisters them.
 
-        Entries that fail are added to `failed`. A lookup passes False as `raise_errors`, because it must not raise the
-        errors of unrelated entries.
+        Entries that fail are added to `failed_entries`. A lookup passes False as `raise_errors`, because it must not
+        raise the errors of unrelated entries.
         """
         first_error: GdrkitError | None = None
         unreleased_entries = dict.fromkeys(entries)

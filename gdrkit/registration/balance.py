@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Balance", "NicLoad", "measure_balance"]
 
 # A burst transfers all of the memory, so that the check after the bursts covers all of it.
-_MEMORY_BYTES, _TRANSFER_BYTES, _OPERATIONS, _DEPTH = MIB, 64 * KIB, 16, 8
+_MEMORY_BYTES, _TRANSFER_BYTES, _OPERATION_COUNT, _QUEUE_DEPTH = MIB, 64 * KIB, 16, 8
 _SEED = 0x62616C
 # A NIC is slow if its share of the bytes is less than this part of its expected share.
 _SLOW_RATIO = 0.7
@@ -114,19 +114,19 @@ def measure_balance(
     with ExitStack() as stack:
         for worker in workers:
             stack.enter_context(worker)
-        before = [read_port(tree, nic.name, nic.port.number) for nic in nics]
-        started_s = time.monotonic()
+        counters_before = [read_port(tree, nic.name, nic.port.number) for nic in nics]
+        start_s = time.monotonic()
         for worker in workers:
-            worker.start(started_s + duration_s)
+            worker.start(start_s + duration_s)
         for worker in workers:
             worker.join()
-        elapsed_s = time.monotonic() - started_s
-        after = [read_port(tree, nic.name, nic.port.number) for nic in nics]
+        elapsed_s = time.monotonic() - start_s
+        counters_after = [read_port(tree, nic.name, nic.port.number) for nic in nics]
         for worker in workers:
             worker.check()
     moved_bytes = [worker.moved_bytes for worker in workers]
     matrix = tuple(tuple(moved_bytes[row * len(nics) : (row + 1) * len(nics)]) for row in range(len(devices)))
-    growths = [port_growth(first, last) for first, last in zip(before, after, strict=True)]
+    growths = [port_growth(first, last) for first, last in zip(counters_before, counters_after, strict=True)]
     counted_bytes = [
         None
         if growth.sent_bytes is None or growth.received_bytes is None
@@ -192,9 +192,9 @@ class _Worker:
             self._stack = stack.pop_all()
         return self
 
-    def start(self, end_s: float) -> None:
-        """Start the thread, which transfers until ``time.monotonic()`` is `end_s`."""
-        self._thread = threading.Thread(target=self._run, args=(end_s,), name=f"balance of {self._nic.name}")
+    def start(self, deadline_s: float) -> None:
+        """Start the thread, which transfers until ``time.monotonic()`` is `deadline_s`."""
+        self._thread = threading.Thread(target=self._run, args=(deadline_s,), name=f"balance of {self._nic.name}")
         self._thread.start()
 
     def join(self) -> None:
@@ -209,12 +209,16 @@ class _Worker:
             pattern.check(self._memory.read(), seed=_SEED)
             pattern.check(self._initiator.read(), seed=_SEED)
 
-    def _run(self, end_s: float) -> None:
+    def _run(self, deadline_s: float) -> None:
         try:
-            while time.monotonic() < end_s:
+            while time.monotonic() < deadline_s:
                 for direction in (Direction.WRITE, Direction.READ):
                     burst = self._initiator.run(
-                        direction, self._remote, length_bytes=_TRANSFER_BYTES, operations=_OPERATIONS, depth=_DEPTH
+                        direction,
+                        self._remote,
+                        length_bytes=_TRANSFER_BYTES,
+                        operations=_OPERATION_COUNT,
+                        depth=_QUEUE_DEPTH,
                     )
                     self.moved_bytes += burst.moved_bytes
         except GdrkitError as error:

@@ -92,7 +92,7 @@ class RegionCache:
         self._pending_registrations = PendingRegistrations(self._condition)
         self._pending_deregistrations = PendingDeregistrations(self._condition)
         # For each memory whose owner notifies the cache before a free: the function that cancels the notification.
-        self._watched: dict[DeviceBuffer, Callable[[], None]] = {}
+        self._watched_memories: dict[DeviceBuffer, Callable[[], None]] = {}
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
         # Whether the linked entries exceed a limit. This is possible, because leased entries are not evicted.
         self._is_over_limit = False
@@ -146,7 +146,7 @@ class RegionCache:
         ClosedResource
             The memory or the cache is closed.
         """
-        # Each transfer pays for a hit, so a hit makes few calls and takes the lock once.
+        # Every transfer calls this method, so a hit makes few calls and takes the lock once.
         try:
             size_bytes = memory.length_bytes
         except AttributeError:
@@ -192,7 +192,7 @@ class RegionCache:
         Parameters
         ----------
         timeout_ms : float or None
-            How long to wait for open leases and pending registrations, in milliseconds. With 0, close fails at once if
+            Longest wait for open leases and pending registrations, in milliseconds. With 0, close fails at once if
             there are any. With None, there is no limit. During the wait, new leases are refused.
 
         Raises
@@ -213,11 +213,11 @@ class RegionCache:
             if not is_idle:
                 self._is_closing = False
                 pending_count = len(self._pending_registrations)
-                leases, pending = (
+                leases_text, registrations_text = (
                     format_count(self._count_leases(), "lease"),
                     format_count(pending_count, "registration"),
                 )
-                message = f"the cache still has {leases} open and {pending} pending"
+                message = f"the cache still has {leases_text} open and {registrations_text} pending"
                 raise UsageError(
                     message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms"
                 )
@@ -225,9 +225,9 @@ class RegionCache:
             for entry in tuple(self._by_last_use):
                 claimed_entries += self._unlink(entry)
         self._pending_deregistrations.deregister(claimed_entries, raise_errors=True)
-        for stop_watching in self._watched.values():
+        for stop_watching in self._watched_memories.values():
             stop_watching()
-        self._watched.clear()
+        self._watched_memories.clear()
         self._is_closed = True
         self._handle.release()
 
@@ -237,14 +237,19 @@ class RegionCache:
         The child neither leases nor deregisters. The cache of the parent and its leases stay valid.
         """
         # The child must not release the objects of the parent, so it keeps references to them.
-        self._inherited = (self._index, self._pending_registrations, self._pending_deregistrations, self._watched)
+        self._objects_of_parent = (
+            self._index,
+            self._pending_registrations,
+            self._pending_deregistrations,
+            self._watched_memories,
+        )
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
         self._index = EntryIndex(regions_max=self.regions_max, bytes_max=self.bytes_max)
         self._entry_by_memory, self._by_last_use = self._index.by_memory, self._index.by_last_use
         self._pending_registrations = PendingRegistrations(self._condition)
         self._pending_deregistrations = PendingDeregistrations(self._condition)
-        self._watched = {}
+        self._watched_memories = {}
         self._is_closing = self._is_closed = True
 
     def _validate_or_unlink(self, entry: CacheEntry) -> bool:
@@ -280,7 +285,7 @@ class RegionCache:
                     entry.lease_marks.append(None)
                     self._hits += 1
                     self._by_last_use.move_to_end(entry)
-                    if memory in self._watched:
+                    if memory in self._watched_memories:
                         self._index.remember(memory, entry)
             if entry is None:
                 entry = self._register_or_wait(memory)
@@ -299,21 +304,21 @@ class RegionCache:
         with self._lock:
             if self._is_closing:
                 raise ClosedResource(_CACHE)
-            if memory.closed or (memory.owned and memory not in self._watched):
+            if memory.closed or (memory.owned and memory not in self._watched_memories):
                 # Another thread is freeing the memory: the action that _watch added has already run.
                 raise ClosedResource(_MEMORY)
             pending = self._pending_registrations.find(key)
             is_registering = pending is None
             if pending is None:
                 # Another thread may have completed a registration of this key since this thread searched the index.
-                existing = self._index.find(key[0][0], end_address(key))
-                if existing is not None and existing.key == key:
+                existing_entry = self._index.find(key[0][0], end_address(key))
+                if existing_entry is not None and existing_entry.key == key:
                     return None
                 pending = self._pending_registrations.start(key)
             else:
                 pending.waiter_count += 1
             self._misses += 1
-        return self._register(pending, memory) if is_registering else self._wait(pending)
+        return self._register(pending, memory) if is_registering else self._wait_for_registration(pending)
 
     def _register(self, pending: PendingRegistration, memory: DeviceBuffer) -> CacheEntry:
         try:
@@ -342,7 +347,7 @@ class RegionCache:
         self._pending_deregistrations.deregister(claimed_entries, raise_errors=False)
         return entry
 
-    def _wait(self, pending: PendingRegistration) -> CacheEntry | None:
+    def _wait_for_registration(self, pending: PendingRegistration) -> CacheEntry | None:
         try:
             pending.done.wait()
         except BaseException:
@@ -372,12 +377,12 @@ class RegionCache:
     def _unlink(self, entry: CacheEntry) -> list[CacheEntry]:
         """Unlink an entry, so that lookups do not find it. Return it in a list if the caller has to deregister it."""
         self._index.remove(entry)
-        entry.is_linked = False  # Set before the leases are counted; see _release_lease.
+        entry.is_linked = False  # This must precede the count of the leases; see _release_lease.
         return self._pending_deregistrations.add(entry)
 
     def _evict(self) -> list[CacheEntry]:
         """Unlink entries until the limits hold. Return the entries that the caller has to deregister."""
-        self._is_over_limit = True  # Set before the leases are counted; see _release_lease.
+        self._is_over_limit = True  # This must precede the count of the leases; see _release_lease.
         candidates = self._index.select_evictions()
         claimed_entries = [claimed_entry for entry in candidates for claimed_entry in self._unlink(entry)]
         self._evictions += len(candidates)
@@ -410,22 +415,22 @@ class RegionCache:
     def _unlink_range(self, begin: int, end: int) -> tuple[int, list[CacheEntry]]:
         """Unlink all entries and pending registrations that overlap [begin, end).
 
-        Return how many these are together, and the entries that the caller has to deregister.
+        Return their total number, and the entries that the caller has to deregister.
         """
-        overlapping = self._index.find_overlapping(begin, end)
-        claimed_entries = [claimed_entry for entry in overlapping for claimed_entry in self._unlink(entry)]
-        count = len(overlapping) + self._pending_registrations.unlink(begin, end)
+        overlapping_entries = self._index.find_overlapping(begin, end)
+        claimed_entries = [claimed_entry for entry in overlapping_entries for claimed_entry in self._unlink(entry)]
+        count = len(overlapping_entries) + self._pending_registrations.unlink(begin, end)
         self._invalidations += count
         return count, claimed_entries
 
     def _watch(self, memory: DeviceBuffer) -> None:
-        """From now on, remove the entries of `memory` before gdrkit frees the memory.
+        """Add an action to `memory` that removes its entries before gdrkit frees the memory.
 
         Other owners free their memory without notice. For such memory, lookups detect the changed buffer id.
         """
         with self._lock:
-            if memory not in self._watched and not self._is_closing:
-                self._watched[memory] = memory.before_release(lambda: self._deregister_before_free(memory))
+            if memory not in self._watched_memories and not self._is_closing:
+                self._watched_memories[memory] = memory.before_release(lambda: self._deregister_before_free(memory))
 
     def _deregister_before_free(self, memory: DeviceBuffer) -> None:
         """Deregister the entries of `memory`, or raise UsageError(BUSY) if a lease or registration still uses it."""
@@ -438,12 +443,12 @@ class RegionCache:
                 claimed_entries = self._pending_deregistrations.claim_all(begin, end)
                 if claimed_entries:
                     continue
-                pending = self._pending_deregistrations.find_overlapping(begin, end)
+                pending_entries = self._pending_deregistrations.find_overlapping(begin, end)
                 registering_count = self._pending_registrations.count_overlapping(begin, end)
-                if not pending and not registering_count:
-                    self._watched.pop(memory, None)
+                if not pending_entries and not registering_count:
+                    self._watched_memories.pop(memory, None)
                     return
-                lease_count = sum(entry.lease_count for entry in pending)
+                lease_count = sum(entry.lease_count for entry in pending_entries)
                 break
         users = f"{format_count(lease_count, 'lease')} and {format_count(registering_count, 'pending registration')}"
         message = f"the memory is still in use by {users}"

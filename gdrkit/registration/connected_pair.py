@@ -1,4 +1,4 @@
-"""Two connected queue pairs of this process: one NIC writes to and reads from memory that is registered with a NIC."""
+"""Two connected queue pairs of this process: one accesses memory that is registered with the NIC of the other."""
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ class ConnectedPair:
         self._stack = ExitStack()
         with ExitStack() as stack:
             requester = responder if requester is None else requester
-            self._pair, other_pair = (self._create_queue_pair(stack, nic) for nic in (requester, responder))
+            self._requester_pair, responder_pair = (
+                self._create_queue_pair(stack, nic) for nic in (requester, responder)
+            )
             # Two NICs of one host may be on separate networks. With few retries, a request between them fails soon.
-            self._pair.connect(other_pair.endpoint(), retry_count=_RETRY_COUNT)
-            other_pair.connect(self._pair.endpoint(), retry_count=_RETRY_COUNT)
+            self._requester_pair.connect(responder_pair.endpoint(), retry_count=_RETRY_COUNT)
+            responder_pair.connect(self._requester_pair.endpoint(), retry_count=_RETRY_COUNT)
             self.data = bytearray(length_bytes)
             self._region = stack.enter_context(requester.register_host(self.data))
             self._stack = stack.pop_all()
@@ -55,13 +57,13 @@ class ConnectedPair:
 
     def write(self, remote: RemoteRange) -> Completion:
         """Write :attr:`data` to `remote` and return the completion."""
-        self._pair.post_write(self._region, remote, work_id=1)
-        return self._pair.wait(_COMPLETION_TIMEOUT_MS)
+        self._requester_pair.post_write(self._region, remote, work_id=1)
+        return self._requester_pair.wait(_COMPLETION_TIMEOUT_MS)
 
     def read(self, remote: RemoteRange) -> Completion:
         """Read from `remote` into :attr:`data` and return the completion."""
-        self._pair.post_read(self._region, remote, work_id=2)
-        return self._pair.wait(_COMPLETION_TIMEOUT_MS)
+        self._requester_pair.post_read(self._region, remote, work_id=2)
+        return self._requester_pair.wait(_COMPLETION_TIMEOUT_MS)
 
     def fill(self, seed: int) -> None:
         """Fill :attr:`data` with the pattern of `seed`."""

@@ -4,8 +4,7 @@ Bytes 0 to 63 are a CUipcMemHandle, bytes 64 to 71 the size and bytes 72 to 79 t
 The format has no offset, no version, no checksum and no owner. The device number may mean different devices in two
 processes, so an importer ignores it. Memory that begins inside an allocation is refused: its importer would get the
 bytes at the base of the allocation. On import, the other fields are checked against the driver's values. New programs
-should use
-:func:`gdrkit.registration.share.export_memory`.
+should use :func:`gdrkit.registration.share.export_memory`.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def export_gdr(memory: CudaMemory) -> bytes:
         if explained_error is error:
             raise  # `raise error from error` would make the error its own cause.
         raise explained_error from error
-    _require_base(memory)
+    _refuse_inside_allocation(memory)
     return GdrHandle(ipc=ipc, length_bytes=memory.length_bytes, device_index=memory.device.index).pack()
 
 
@@ -107,7 +106,7 @@ def import_gdr(device: cuda.Device, data: bytes) -> SharedMemory:
     return SharedMemory(allocation, offset_bytes=0, length_bytes=handle.length_bytes)
 
 
-def _require_base(memory: CudaMemory) -> None:
+def _refuse_inside_allocation(memory: CudaMemory) -> None:
     if memory.address != memory.allocation_key()[0][0]:
         message = f"memory at {memory.address:#x} begins inside its allocation, and this handle has no offset"
         raise UsageError(message, what_to_do="use export_memory(..., kind=ShareKind.IPC): its handle has an offset")

@@ -138,7 +138,7 @@ def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> Ha
     connection : socket
         The connected socket. This function changes its timeout.
     timeout_ms : float or None
-        How long to wait for each part of the message, in milliseconds. With None, there is no limit.
+        Longest wait for each part of the message, in milliseconds. With None, there is no limit.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> Ha
         PEER_GONE: the peer closed the socket before the handle was complete. TIMEOUT: a part did not arrive in time.
     UsageError
         MALFORMED: the message is not a handle, does not have the number of descriptors that the handle needs, or has
-        more than one message may carry.
+        more descriptors than one message may carry.
     """
     connection.settimeout(None if timeout_ms is None else timeout_ms / 1000)
     data = bytearray()

@@ -46,12 +46,12 @@ class Lease:
     @property
     def route(self) -> RegistrationRoute:
         """The method by which the memory was registered."""
-        return self._open().registration.route
+        return self._require_entry().registration.route
 
     @property
     def nics(self) -> tuple[Nic, ...]:
         """The NICs that can access the range."""
-        return self._open().registration.nics
+        return self._require_entry().registration.nics
 
     def remote(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
         """Return the address and the key by which a peer can access a part of the range through `nic`.
@@ -84,14 +84,14 @@ class Lease:
             end_lease = entry.end_lease  # `entry.end_lease(entry)` would be slower.
             end_lease(entry)
 
-    def _open(self) -> CacheEntry:
+    def _require_entry(self) -> CacheEntry:
         if self._entry is None:
             resource = "lease"
             raise ClosedResource(resource)
         return self._entry
 
     def _resolve_part(self, offset_bytes: int, length_bytes: int | None) -> tuple[CacheEntry, int, int]:
-        entry = self._open()
+        entry = self._require_entry()
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return entry, self.address - entry.base + offset_bytes, length_bytes

@@ -32,7 +32,7 @@ __all__ = ["GdrManager", "GdrObstacle", "GdrState", "GpuState"]
 
 @dataclass(frozen=True, slots=True)
 class GdrObstacle:
-    """Why no direct transfer is possible, at all or with one GPU. The fields are copied from an error."""
+    """A reason why no direct transfer is possible, at all or with one GPU. The fields are copied from an error."""
 
     api: Api
     message: str
@@ -59,7 +59,7 @@ class GpuState:
         The method by which the memory of the GPU is registered. None: no NIC reaches the memory, or the GPU was not
         tested.
     obstacle : GdrObstacle or None
-        Why no NIC reaches the memory of the GPU. None: a NIC reaches it, or the GPU was not tested.
+        The reason why no NIC reaches the memory of the GPU. None: a NIC reaches it, or the GPU was not tested.
     nics : tuple of str
         Names of the NICs that reach the memory: bytes were written and read through them. Only these NICs are used.
     reach : tuple of Reach
@@ -77,7 +77,7 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True)
 class GdrState:
-    """The state of a manager, as found when it was opened.
+    """The state that a manager found when it was opened.
 
     Attributes
     ----------
@@ -128,7 +128,7 @@ class GdrManager:
     Raises
     ------
     UsageError
-        NO_DEVICE: there is no NIC with one of `nic_names`. Without a reason: a limit of the caches is not above 0.
+        NO_DEVICE: there is no NIC with one of `nic_names`. No reason: a limit of the caches is not above 0.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class GdrManager:
         # The caches, by GPU and by the NICs with which they register. When a NIC fails or works again, the GPU gets
         # another cache.
         self._caches: dict[tuple[int, tuple[verbs.Nic, ...]], RegionCache] = {}
-        self._failures: tuple[GdrkitError, ...] = ()  # Why the whole manager is unavailable.
+        self._failures: tuple[GdrkitError, ...] = ()  # The reasons why the manager is unavailable.
         self._failure_by_gpu: dict[int, GdrkitError] = {}
         self._is_closed = False
         self._regions_max, self._bytes_max = regions_max, bytes_max
@@ -201,7 +201,7 @@ class GdrManager:
         Raises
         ------
         RegistrationFailed
-            See :meth:`device`. Or no NIC reaches the GPU any more.
+            See :meth:`device`. Another cause is that no NIC reaches the GPU any more.
         """
         device = self.device(gpu_index)
         nics = self.placement.usable(device, self._nics)
@@ -222,9 +222,9 @@ class GdrManager:
 
     def nearest_nic(self, gpu_index: int) -> verbs.Nic:
         """Return the NIC for the next transfer of this GPU. The nearest NICs that reach the GPU take turns."""
-        return self._choose(gpu_index, self.cache(gpu_index).nics)
+        return self._choose_nic(gpu_index, self.cache(gpu_index).nics)
 
-    def _choose(self, gpu_index: int, nics: tuple[verbs.Nic, ...]) -> verbs.Nic:
+    def _choose_nic(self, gpu_index: int, nics: tuple[verbs.Nic, ...]) -> verbs.Nic:
         return self.placement.choose(self.device(gpu_index).pci_bus_id, nics)
 
     def remote(
@@ -234,7 +234,7 @@ class GdrManager:
 
         The address and the key are valid for a peer that connects to this NIC.
         """
-        nic = self._choose(gpu_index, lease.nics)
+        nic = self._choose_nic(gpu_index, lease.nics)
         return nic, lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
@@ -243,7 +243,7 @@ class GdrManager:
         Parameters
         ----------
         timeout_ms : float or None
-            How long to wait for the leases of each cache, in milliseconds; see :meth:`RegionCache.close`.
+            Longest wait for the leases of each cache, in milliseconds; see :meth:`RegionCache.close`.
 
         Raises
         ------

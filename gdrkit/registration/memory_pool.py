@@ -37,10 +37,10 @@ def block_bytes(length_bytes: int) -> int:
     client library of usrbio uses the same sizes.
     """
     rounded_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
-    power = 1 << (rounded_bytes - 1).bit_length()
-    if rounded_bytes > _HALF_STEPS_ABOVE_BYTES and rounded_bytes <= power // 4 * 3:
-        return power // 4 * 3
-    return power
+    power_of_two = 1 << (rounded_bytes - 1).bit_length()
+    if rounded_bytes > _HALF_STEPS_ABOVE_BYTES and rounded_bytes <= power_of_two // 4 * 3:
+        return power_of_two // 4 * 3
+    return power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class MemoryPool(Closeable):
         # A signal handler may use the pool while its thread has the lock.
         self._lock = threading.RLock()
         # For each idle allocation, the time at which it became idle. The allocation that is idle longest is the first.
-        self._idle: dict[DeviceBuffer, float] = {}
+        self._idle_memories: dict[DeviceBuffer, float] = {}
         self._in_use: dict[PooledMemory, None] = {}
         self._hits = self._misses = self._trimmed = 0
         self._is_inherited = self._is_closed = False
@@ -136,7 +136,7 @@ class MemoryPool(Closeable):
         """Return a consistent snapshot of the counters."""
         with self._lock:
             return MemoryPoolStatistics(
-                idle_blocks=len(self._idle),
+                idle_blocks=len(self._idle_memories),
                 idle_bytes=self._count_idle_bytes(),
                 in_use_blocks=len(self._in_use),
                 in_use_bytes=sum(pooled_memory.memory.length_bytes for pooled_memory in tuple(self._in_use)),
@@ -166,12 +166,12 @@ class MemoryPool(Closeable):
             memory = self._take_idle(length_bytes)
             if memory is not None:
                 self._hits += 1
-                return self._add(memory, length_bytes)
+                return self._hand_out(memory, length_bytes)
         memory = self._allocate_block(block_bytes(length_bytes))
         with self._lock:
             if not self._is_closed:
                 self._misses += 1
-                return self._add(memory, length_bytes)
+                return self._hand_out(memory, length_bytes)
         memory.close()
         raise ClosedResource(_POOL)
 
@@ -203,14 +203,14 @@ class MemoryPool(Closeable):
         """Mark the pool as closed in a forked child: the memory belongs to the parent."""
         self._is_inherited = self._is_closed = True
         self._lock = threading.RLock()
-        self._inherited = (self._idle, self._in_use)
-        self._idle, self._in_use = {}, {}
+        self._objects_of_parent = (self._idle_memories, self._in_use)
+        self._idle_memories, self._in_use = {}, {}
 
     def _allocate_block(self, size_bytes: int) -> DeviceBuffer:
         try:
             return self._allocator.allocate(size_bytes)
         except ApiError as error:
-            if error.reason is not Reason.OUT_OF_MEMORY or not self._idle:
+            if error.reason is not Reason.OUT_OF_MEMORY or not self._idle_memories:
                 raise
         self._free_idle(0, None)
         return self._allocator.allocate(size_bytes)
@@ -218,35 +218,38 @@ class MemoryPool(Closeable):
     def _take_idle(self, length_bytes: int) -> DeviceBuffer | None:
         """Return the smallest idle allocation that is long enough and at most twice as long as needed."""
         needed_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
-        for memory in sorted(self._idle, key=lambda candidate: candidate.length_bytes):
+        for memory in sorted(self._idle_memories, key=lambda candidate: candidate.length_bytes):
             # A signal handler may have taken the allocation meanwhile.
-            if needed_bytes <= memory.length_bytes <= 2 * needed_bytes and self._idle.pop(memory, None) is not None:
+            if (
+                needed_bytes <= memory.length_bytes <= 2 * needed_bytes
+                and self._idle_memories.pop(memory, None) is not None
+            ):
                 return memory
         return None
 
-    def _add(self, memory: DeviceBuffer, length_bytes: int) -> PooledMemory:
+    def _hand_out(self, memory: DeviceBuffer, length_bytes: int) -> PooledMemory:
         pooled_memory = PooledMemory(memory, length_bytes, self._take_back)
         self._in_use[pooled_memory] = None
         return pooled_memory
 
     def _take_back(self, pooled_memory: PooledMemory) -> None:
         with self._lock:
-            if pooled_memory not in self._in_use:  # It was closed before.
+            if pooled_memory not in self._in_use:  # The memory was closed before.
                 return
             del self._in_use[pooled_memory]
-            self._idle[pooled_memory.memory] = time.monotonic()
+            self._idle_memories[pooled_memory.memory] = time.monotonic()
         self._free_idle(self._idle_bytes_max, self._idle_s_max)
 
     def _free_idle(self, bytes_max: int, idle_s_max: float | None) -> None:
         """Free idle memory above the limit of bytes, and memory that is idle for longer than the limit of time."""
         free_actions = ReleaseStack()
         with self._lock:
-            expiry = None if idle_s_max is None else time.monotonic() - idle_s_max
-            for memory, idle_since in tuple(self._idle.items()):
-                is_expired = expiry is not None and idle_since < expiry
+            expiry_s = None if idle_s_max is None else time.monotonic() - idle_s_max
+            for memory, idle_since_s in tuple(self._idle_memories.items()):
+                is_expired = expiry_s is not None and idle_since_s < expiry_s
                 if self._count_idle_bytes() <= bytes_max and not is_expired:
                     break
-                if self._idle.pop(memory, None) is not None:  # Else a signal handler has taken it meanwhile.
+                if self._idle_memories.pop(memory, None) is not None:  # Else a signal handler has taken it meanwhile.
                     self._trimmed += 1
                     free_actions.push(lambda memory=memory: self._free(memory))  # type: ignore[misc]
         free_actions.run()
@@ -258,11 +261,11 @@ class MemoryPool(Closeable):
         except BaseException:
             with self._lock:
                 self._trimmed -= 1
-                self._idle[memory] = time.monotonic()
+                self._idle_memories[memory] = time.monotonic()
             raise
 
     def _count_idle_bytes(self) -> int:
-        return sum(memory.length_bytes for memory in tuple(self._idle))
+        return sum(memory.length_bytes for memory in tuple(self._idle_memories))
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -152,13 +152,13 @@ def _make_failure(result: Reach) -> RegistrationFailed | BrokenResource:
 
 
 def _list_libibverbs_names() -> set[str]:
-    """Return the names of the devices that libibverbs lists. It is empty without libibverbs.
+    """Return the names of the devices that libibverbs lists. The set is empty without libibverbs.
 
     Some of these devices are not in sysfs.
     """
     from gdrkit.verbs import list_nics
 
     try:
-        return {info.name for info in list_nics()}
+        return {nic_info.name for nic_info in list_nics()}
     except SetupMissing:
         return set()

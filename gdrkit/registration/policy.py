@@ -69,7 +69,7 @@ class Registration:
         self._resources = ReleaseStack()
         self._is_closed = False
         self._handle = Handle("registration")
-        # Cancels the call of close() by the memory.
+        # This function cancels the call of close() by the memory.
         self._cancel_before_release: Callable[[], None] = memory.before_release(self.close)
 
     @property
@@ -223,9 +223,9 @@ def check_nics(nics: object) -> tuple[Nic, ...]:
         message = f"nics must be a sequence of Nic such as [nic], not {_describe_type(nics)}"
         raise UsageError(message)
     nic_tuple = tuple(nics)
-    not_a_nic = next((item for item in nic_tuple if not isinstance(item, Nic)), None)
-    if not_a_nic is not None:
-        message = f"nics must be a sequence of Nic, and it contains {_describe_type(not_a_nic)}"
+    invalid_item = next((item for item in nic_tuple if not isinstance(item, Nic)), None)
+    if invalid_item is not None:
+        message = f"nics must be a sequence of Nic, and it contains {_describe_type(invalid_item)}"
         raise UsageError(message, what_to_do="open a NIC by Nic.open(name)")
     if not nic_tuple or len(set(nic_tuple)) != len(nic_tuple):
         message = f"nics must contain at least one NIC, each once, not {[nic.name for nic in nic_tuple]}"

@@ -216,7 +216,7 @@ class BufferPool:
         # A signal handler may use the pool while its thread has the lock.
         self._lock = threading.RLock()
         # The offsets of the free buffers in the memory.
-        self._free = deque(index * stride_bytes for index in range(count))
+        self._free_offsets = deque(index * stride_bytes for index in range(count))
         self._waiters: deque[_Waiter] = deque()  # The threads that wait for a buffer, the longest wait first.
         self._in_use: set[RdmaBuffer] = set()
         self._allocations = self._timeouts = self._waits = 0
@@ -237,7 +237,7 @@ class BufferPool:
         with self._lock:
             return PoolStatistics(
                 buffers=self.count,
-                free=len(self._free),
+                free=len(self._free_offsets),
                 waiting=len(self._waiters),
                 allocations=self._allocations,
                 timeouts=self._timeouts,
@@ -250,7 +250,7 @@ class BufferPool:
         Parameters
         ----------
         timeout_ms : float or None
-            How long to wait until a buffer is closed, in milliseconds. With 0, do not wait. With None, there is no
+            Longest wait until a buffer is closed, in milliseconds. With 0, do not wait. With None, there is no
             limit. The thread that waits longest is served first.
 
         Raises
@@ -262,8 +262,8 @@ class BufferPool:
         """
         with self._lock:
             self._check_open()
-            if self._free and not self._waiters:
-                return self._make_buffer(self._free.popleft())
+            if self._free_offsets and not self._waiters:
+                return self._make_buffer(self._free_offsets.popleft())
             waiter = _Waiter()
             self._waiters.append(waiter)
         try:
@@ -291,7 +291,7 @@ class BufferPool:
         if self._is_inherited:
             return
         with self._lock:
-            self._is_closed = True  # Before the count, so that a signal handler gets no buffer.
+            self._is_closed = True  # This must precede the count, so that a signal handler gets no buffer.
             try:
                 self._refuse_while_used()
             except UsageError:
@@ -309,7 +309,7 @@ class BufferPool:
         self._in_use = set()
 
     def _refuse_while_used(self) -> None:
-        used_count = self.count - len(self._free)
+        used_count = self.count - len(self._free_offsets)
         if used_count:
             message = f"the pool still has {format_count(used_count, 'buffer')} in use"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="close the buffers first")
@@ -328,7 +328,7 @@ class BufferPool:
 
     def _take_back(self, buffer: RdmaBuffer) -> None:
         with self._lock:
-            if buffer in self._in_use:  # Not so if another thread has closed the same buffer.
+            if buffer in self._in_use:  # Otherwise another thread has closed the same buffer.
                 self._in_use.remove(buffer)
                 self._assign_or_free(buffer._offset_bytes)  # noqa: SLF001 - the pool made it.
 
@@ -339,7 +339,7 @@ class BufferPool:
             waiter.offset_bytes = offset_bytes
             waiter.buffer_assigned.release()
         else:
-            self._free.append(offset_bytes)
+            self._free_offsets.append(offset_bytes)
 
     def _leave_queue(self, waiter: _Waiter) -> None:
         with self._lock:

@@ -71,11 +71,11 @@ class Reach:
     moved : bool
         Whether a page was written and read through the NIC, and every byte was right.
     cause : str
-        Why `moved` is false. Empty if it is true.
+        The reason why `moved` is false; empty if it is true.
     transfer_bytes : int
         Size of the transfer in each direction, in bytes.
     nic_growth, peer_growth : PortGrowth or None
-        By how many bytes the counters of the two ports grew during the transfers. None: the memory could not be
+        The bytes that the counters of the two ports counted during the transfers. None: the memory could not be
         registered, so nothing was transferred.
     measured_s : float
         Time of the measurement, in seconds since 1970.
@@ -112,7 +112,7 @@ class Reach:
 
     @property
     def reason(self) -> str:
-        """Why moved bytes do not prove the route; see :func:`unproven_reason`. Empty if they do, or if none moved."""
+        """The reason why the moved bytes do not prove the route; empty if they do. See :func:`unproven_reason`."""
         if not self.moved or self.nic_growth is None or self.peer_growth is None:
             return ""
         return unproven_reason(self.path, self.transfer_bytes, self.nic_growth, self.peer_growth)
@@ -131,7 +131,7 @@ def unproven_reason(path: TransferPath, transfer_bytes: int, *growths: PortGrowt
     transfer_bytes : int
         Number of bytes that moved in each direction.
     growths : PortGrowth
-        By how many bytes the counters of the two ports grew.
+        The bytes that the counters of the two ports counted.
     """
     counts = [count for growth in growths for count in (growth.sent_bytes, growth.received_bytes)]
     if None in counts:
@@ -246,40 +246,43 @@ class _Measurement:
 
     def _transfer(self, registration: Registration) -> None:
         remote = registration.remote(self._nic, length_bytes=_PAGE_BYTES)
-        before = self._read_counters()
+        counters_before = self._read_counters()
         try:
             with self._connect() as pair:
-                self._write(pair, remote)
+                self._check_write(pair, remote)
             with self._connect() as pair:
-                self._read(pair, remote)
+                self._check_read(pair, remote)
         finally:
-            self._growths = self._wait_for_growth(before)
+            self._growths = self._wait_for_growth(counters_before)
 
     def _connect(self) -> ConnectedPair:
         return ConnectedPair(self._nic, self._peer, length_bytes=_PAGE_BYTES)
 
-    def _write(self, pair: ConnectedPair, remote: RemoteRange) -> None:
+    def _check_write(self, pair: ConnectedPair, remote: RemoteRange) -> None:
         self._memory.write(pattern.payload(_PAGE_BYTES, seed=_OLD_SEED))
         pair.fill(_WRITE_SEED)
         pair.write(remote).expect()
         Ordering.of(self._device).make_visible(self._device)
-        _check(self._memory.read(), _WRITE_SEED, "RDMA WRITE")
+        _check_pattern(self._memory.read(), _WRITE_SEED, "RDMA WRITE")
 
-    def _read(self, pair: ConnectedPair, remote: RemoteRange) -> None:
+    def _check_read(self, pair: ConnectedPair, remote: RemoteRange) -> None:
         self._memory.write(pattern.payload(_PAGE_BYTES, seed=_READ_SEED))
         pair.read(remote).expect()
-        _check(pair.data, _READ_SEED, "RDMA READ")
+        _check_pattern(pair.data, _READ_SEED, "RDMA READ")
 
     def _read_counters(self) -> tuple[PortCounters, PortCounters]:
         first, second = (read_port(self._tree, nic.name, nic.port.number) for nic in (self._nic, self._peer))
         return first, second
 
-    def _wait_for_growth(self, before: tuple[PortCounters, PortCounters]) -> tuple[PortGrowth, PortGrowth]:
+    def _wait_for_growth(self, counters_before: tuple[PortCounters, PortCounters]) -> tuple[PortGrowth, PortGrowth]:
         """Return by how much the counters of both ports grew. Some drivers update the counters late."""
         deadline_s = time.monotonic() + self._counters_timeout_s
         while True:
-            after = self._read_counters()
-            growths = port_growth(before[0], after[0]), port_growth(before[1], after[1])
+            counters_after = self._read_counters()
+            growths = (
+                port_growth(counters_before[0], counters_after[0]),
+                port_growth(counters_before[1], counters_after[1]),
+            )
             counts = [count for growth in growths for count in (growth.sent_bytes, growth.received_bytes)]
             is_complete = None in counts or all(count is not None and count >= _PAGE_BYTES for count in counts)
             if is_complete or time.monotonic() >= deadline_s:
@@ -287,7 +290,7 @@ class _Measurement:
             time.sleep(_COUNTERS_PAUSE_S)
 
 
-def _check(data: bytes | bytearray, seed: int, request: str) -> None:
+def _check_pattern(data: bytes | bytearray, seed: int, request: str) -> None:
     """Raise BrokenResource unless `data` has the pattern of `seed`."""
     try:
         pattern.check(data, seed=seed)

@@ -131,10 +131,10 @@ class ReachTable:
         _write_file(results.values())
 
     def _log_change(self, device: PrimaryContext, nic: Nic, result: Reach) -> None:
-        previous = self._results.get((device.uuid, nic.gid))
+        previous_result = self._results.get((device.uuid, nic.gid))
         if not result.moved:
             _LOG.warning("NIC %s is left out for GPU %s: %s", nic.name, device.pci_bus_id, result.cause)
-        elif previous is not None and not previous.moved:
+        elif previous_result is not None and not previous_result.moved:
             _LOG.warning("NIC %s reaches GPU %s again and is used", nic.name, device.pci_bus_id)
 
 
@@ -151,19 +151,19 @@ def _read_file() -> dict[_Key, Reach]:
         return {}
     if lines[:1] != [_HEADER]:
         return {}
-    results = (_parse(line) for line in lines[1:])
+    results = (_parse_line(line) for line in lines[1:])
     return {(result.gpu_uuid, result.nic_gid): result for result in results if result is not None}
 
 
 def _write_file(results: Iterable[Reach], *, forgotten_keys: Iterable[_Key] = ()) -> None:
-    """Merge results into the file. The results of this process do not depend on it, so errors are only logged."""
+    """Merge results into the file. This process does not depend on the file, so errors are only logged."""
     merged_results = _read_file() | {(result.gpu_uuid, result.nic_gid): result for result in results}
     for key in forgotten_keys:
         merged_results.pop(key, None)
     text = _HEADER + "\n"
     # If the file is full, the oldest results are left out.
     for result in sorted(merged_results.values(), key=lambda result: result.measured_s, reverse=True):
-        line = _format(result) + "\n"
+        line = _format_line(result) + "\n"
         if len(text) + len(line) > _FILE_BYTES_MAX:
             break
         text += line
@@ -174,7 +174,7 @@ def _write_file(results: Iterable[Reach], *, forgotten_keys: Iterable[_Key] = ()
         _LOG.info("the reach of NICs was not stored: %s", error)
 
 
-def _format(result: Reach) -> str:
+def _format_line(result: Reach) -> str:
     values_by_key = {
         "gpu": result.gpu_uuid,
         "pci": result.pci_bus_id,
@@ -197,7 +197,7 @@ def _format_growth(growth: PortGrowth | None) -> str:
     return "" if growth is None else f"{growth.sent_bytes},{growth.received_bytes}"
 
 
-def _parse(line: str) -> Reach | None:
+def _parse_line(line: str) -> Reach | None:
     """Return the result that a line describes, or None if it is malformed."""
     values_by_key = dict(word.partition("=")[::2] for word in line.split(" "))
     try:

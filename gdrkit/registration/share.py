@@ -97,8 +97,8 @@ def export_memory(
     Raises
     ------
     Unsupported
-        ENOTSUP: it is neither memory of CUDA nor a dma-buf. Another status: the driver does not support this method
-        for this kind of memory.
+        ENOTSUP: the memory is neither memory of CUDA nor a dma-buf. Another status: the driver does not support this
+        method for this kind of memory.
     ApiError
         The driver failed for another reason.
     UsageError
@@ -128,8 +128,8 @@ def export_address(address: int, *, length_bytes: int, device_index: int, kind: 
     Raises
     ------
     Unsupported
-        ENOTSUP: CUDA is not available in this process. NOT_SUPPORTED: it is managed memory. Else see
-        :func:`export_memory`.
+        ENOTSUP: CUDA is not available in this process. NOT_SUPPORTED: the memory is managed. For other
+        reasons see :func:`export_memory`.
     UsageError
         NOT_DEVICE_MEMORY: the address is null, of host memory or of another device, or the range is longer than the
         memory. NO_DEVICE: there is no device with this number.
@@ -206,7 +206,7 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
     try:
         allocation = _OPENERS[handle.kind](device, handle, handle_message.descriptors)
     except ApiError as error:
-        # If the owner has ended after the check above, raise that error instead.
+        # If the owner has ended after the check above, the error says so instead.
         if is_running(handle.owner) is False:
             raise _make_owner_gone_error(handle) from error
         raise
@@ -263,7 +263,7 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
 
 
 def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
-    allocation_bytes, offset_in_allocation_bytes = _locate(memory, offset_bytes)
+    allocation_bytes, offset_in_allocation_bytes = _locate_in_allocation(memory, offset_bytes)
     try:
         ipc = cuda.export_handle(memory)
     except ApiError as error:
@@ -348,7 +348,7 @@ def _open_vmm(device: cuda.Device, handle: ShareHandle, descriptors: Sequence[in
 _OPENERS = {ShareKind.IPC: _open_ipc, ShareKind.VMM: _open_vmm}
 
 
-def _locate(memory: CudaMemory, offset_bytes: int) -> tuple[int, int]:
+def _locate_in_allocation(memory: CudaMemory, offset_bytes: int) -> tuple[int, int]:
     """Return the size of the allocation under the memory, and the offset of the part in the allocation."""
     base, allocation_bytes, _buffer_id = memory.allocation_key()[0]
     return allocation_bytes, memory.address + offset_bytes - base

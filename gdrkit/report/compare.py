@@ -126,10 +126,10 @@ def describe_comparison(comparison: Comparison) -> str:
                 lines.append(f"  and {len(changes) - _LINES_PER_OUTCOME_MAX} more: --json lists all")
     numbers = [change for change in comparison.changes if change.kind == "number"]
     unchanged_count = sum(change.outcome == "same" for change in numbers)
-    noise = f"{comparison.noise_percent:g} %"
+    noise_text = f"{comparison.noise_percent:g} %"
     lines.append(
         f"{unchanged_count} of {format_count(len(numbers), 'number')} changed by no more than the noise "
-        f"(at least {noise})"
+        f"(at least {noise_text})"
     )
     lines.append("something became worse" if comparison.is_worse else "nothing became worse")
     return "\n".join(lines)
@@ -144,10 +144,10 @@ def _describe_change(change: Change) -> str:
 
 
 def _group_by_case(contents: Contents) -> dict[str, list[tuple[Record, str]]]:
-    records_of_case: dict[str, list[tuple[Record, str]]] = {}
+    records_by_case: dict[str, list[tuple[Record, str]]] = {}
     for record, origin in zip(contents.records, contents.origins, strict=True):
-        records_of_case.setdefault(record.case, []).append((record, origin))
-    return records_of_case
+        records_by_case.setdefault(record.case, []).append((record, origin))
+    return records_by_case
 
 
 def _compare_verdicts(
@@ -204,19 +204,26 @@ def _compare_number(
     origins = tuple(origin for _, origin in (*before, *after))
     substrates = [{_describe_substrates(record) for record, _ in records_of_run} for records_of_run in (before, after)]
     if substrates[0] != substrates[1] or len(substrates[0]) > 1:
-        texts = [
+        substrate_texts = [
             " and ".join(sorted(" ".join(apis) or "nothing" for apis in substrates_of_run))
             for substrates_of_run in substrates
         ]
-        return Change("number", change_name, "not_comparable", f"on {texts[0]}", f"on {texts[1]}", origins=origins)
+        return Change(
+            "number",
+            change_name,
+            "not_comparable",
+            f"on {substrate_texts[0]}",
+            f"on {substrate_texts[1]}",
+            origins=origins,
+        )
     earlier, later = (
         make_sample(name, [record.numbers for record, _ in records_of_run]) for records_of_run in (before, after)
     )
     change = compare_samples(name, earlier, later, noise_percent=noise_percent)
     is_hardware = all(describes_hardware(record) for record, _ in (*before, *after))
     values = [format_number(sample.value) for sample in (earlier, later)] if is_hardware else ["", ""]
-    percent, band = round(change.change_percent, 3), round(change.band_percent, 3)
-    return Change("number", change_name, change.outcome, values[0], values[1], percent, band, origins)
+    percent, band_percent = round(change.change_percent, 3), round(change.band_percent, 3)
+    return Change("number", change_name, change.outcome, values[0], values[1], percent, band_percent, origins)
 
 
 def _describe_substrates(record: Record) -> tuple[str, ...]:
@@ -225,13 +232,13 @@ def _describe_substrates(record: Record) -> tuple[str, ...]:
 
 
 def _compare_routes(before: Contents, after: Contents) -> Iterator[Change]:
-    def states_by_name(contents: Contents) -> dict[str, RouteOutcome]:
+    def list_states_by_name(contents: Contents) -> dict[str, RouteOutcome]:
         statuses: list[RouteStatus | FileStatus] = [*route_statuses(contents.facts, contents.records)]
         statuses += file_statuses(contents.facts, contents.records)
         return {status.name: status.state for status in statuses}
 
-    later_states = states_by_name(after)
-    for name, earlier_state in states_by_name(before).items():
+    later_states = list_states_by_name(after)
+    for name, earlier_state in list_states_by_name(before).items():
         later_state = later_states.get(name)
         if later_state is None:
             if earlier_state is RouteOutcome.PROVEN:

@@ -16,10 +16,10 @@ from gdrkit.errors import Reason, SetupMissing, UsageError
 from gdrkit.exit_code import ExitCode
 from gdrkit.host import KernelFacts, Limits
 from gdrkit.inventory import Diagnosis, Facts, Topology
-from gdrkit.report.record import Record, Verdict, parse_record, record_lines
-from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, file_error, is_file, read_bytes
+from gdrkit.report.record import Record, Verdict, parse_record, read_record_lines
+from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, is_file, make_file_error, read_bytes
 from gdrkit.report.substrate import Substrate, combine, substrates_of_facts
-from gdrkit.report.validation import malformed
+from gdrkit.report.validation import make_malformed_error
 from gdrkit.text import format_count
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def read_contents(path: Path) -> Contents:
     except SetupMissing:
         raise
     except OSError as error:
-        raise file_error("read", path, error) from error
+        raise make_file_error("read", path, error) from error
 
 
 def _add_topology_and_diagnosis(contents: Contents, folder: RunFolder) -> Contents:
@@ -178,7 +178,7 @@ def _read_record_files(
     origins: list[str] = []
     is_last_line_cut_off = False
     for file in files:
-        lines = record_lines(file)
+        lines = read_record_lines(file)
         if may_last_line_be_cut_off:
             is_last_line_cut_off = bool(lines.pop().strip())
         for line_number, line in enumerate(lines, start=1):
@@ -202,12 +202,12 @@ def _read_planned_cases(folder: RunFolder) -> tuple[str, list[str]]:
     data = serialization.parse_json(read_bytes(folder.plan), where=str(folder.plan))
     cases = data.get("cases") if isinstance(data, dict) else None
     if not isinstance(cases, list):
-        raise malformed(str(folder.plan), "an object with a list of cases", data)
+        raise make_malformed_error(str(folder.plan), "an object with a list of cases", data)
     names = [case.get("case") if isinstance(case, dict) else None for case in cases]
     case_names = [name for name in names if isinstance(name, str)]
     if len(case_names) < len(names):
         where = f"{folder.plan}.cases"
-        raise malformed(where, "the name of each case", cases)
+        raise make_malformed_error(where, "the name of each case", cases)
     profile = data.get("profile") if isinstance(data, dict) else None
     return profile if isinstance(profile, str) else "", case_names
 
@@ -244,11 +244,11 @@ def _sum_durations_s(records: Sequence[Record]) -> float:
 
 def _describe_counts(records: Sequence[Record]) -> str:
     counts = Counter(record.verdict for record in records)
-    words = {
+    word_by_verdict = {
         Verdict.PASS: "passed",
         Verdict.FAIL: "failed",
         Verdict.UNPROVEN: "unproven",
         Verdict.NOT_RUN: "did not run",
     }
-    text = ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict])
+    text = ", ".join(f"{counts[verdict]} {word}" for verdict, word in word_by_verdict.items() if counts[verdict])
     return f"Records of {format_count(len(records), 'case')}: {text}"

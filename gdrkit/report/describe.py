@@ -55,15 +55,15 @@ def _make_verbs_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield from _make_api_rows("verbs", facts, facts.verbs_failure)
     for nic in facts.verbs.nics if facts.verbs else ():
         ports = f"active ports {', '.join(map(str, nic.active_ports)) or 'none'}"
-        dmabuf = nic.failure.message if nic.failure else f"dma-buf regions: {'yes' if nic.dmabuf else 'no'}"
-        yield f"  {nic.name}", f"{ports}; {dmabuf}"
+        dmabuf_text = nic.failure.message if nic.failure else f"dma-buf regions: {'yes' if nic.dmabuf else 'no'}"
+        yield f"  {nic.name}", f"{ports}; {dmabuf_text}"
 
 
 def _make_cuda_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield from _make_api_rows("cuda", facts, facts.cuda_failure)
     for device in facts.cuda.devices if facts.cuda else ():
-        dmabuf = "yes" if device.has("DMA_BUF_SUPPORTED") else "no"
-        yield f"  GPU {device.index}", f"{device.name} at {device.pci_bus_id}; dma-buf export: {dmabuf}"
+        dmabuf_text = "yes" if device.has("DMA_BUF_SUPPORTED") else "no"
+        yield f"  GPU {device.index}", f"{device.name} at {device.pci_bus_id}; dma-buf export: {dmabuf_text}"
 
 
 def _make_gaudi_rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -126,27 +126,31 @@ def _align(rows: list[tuple[str, str]]) -> str:
 def make_headline_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield the devices and drivers by which an engineer recognizes a machine, as pairs of name and text."""
     devices = facts.cuda.devices if facts.cuda else ()
-    models = Counter(device.name for device in devices) or Counter(f"PCI {gpu.device_id:04x}" for gpu in facts.gpus)
-    yield "GPUs", ", ".join(f"{count} x {model}" for model, count in models.items()) or "none"
+    model_counts = Counter(device.name for device in devices) or Counter(
+        f"PCI {gpu.device_id:04x}" for gpu in facts.gpus
+    )
+    yield "GPUs", ", ".join(f"{count} x {model}" for model, count in model_counts.items()) or "none"
     if facts.gaudi is not None and facts.gaudi.devices:
-        cards = Counter(device.card_name for device in facts.gaudi.devices)
-        yield "Gaudi", ", ".join(f"{count} x {card}" for card, count in cards.items())
-    rates = {device.name: next((port.rate for port in device.ports if port.rate), "") for device in facts.rdma_devices}
-    names = list(rates) or [nic.name for nic in (facts.verbs.nics if facts.verbs else ())]
-    listed_nics = [f"{name} ({rate})" if (rate := rates.get(name)) else name for name in names[:_NICS_NAMED_MAX]]
+        card_counts = Counter(device.card_name for device in facts.gaudi.devices)
+        yield "Gaudi", ", ".join(f"{count} x {card}" for card, count in card_counts.items())
+    rate_by_nic = {
+        device.name: next((port.rate for port in device.ports if port.rate), "") for device in facts.rdma_devices
+    }
+    names = list(rate_by_nic) or [nic.name for nic in (facts.verbs.nics if facts.verbs else ())]
+    listed_nics = [f"{name} ({rate})" if (rate := rate_by_nic.get(name)) else name for name in names[:_NICS_NAMED_MAX]]
     unlisted_nics = [f"{len(names) - _NICS_NAMED_MAX} more"] if len(names) > _NICS_NAMED_MAX else []
     yield "NICs", ", ".join([*listed_nics, *unlisted_nics]) or "none"
-    cuda = f", CUDA {facts.cuda.driver_version}" if facts.cuda else ""
-    yield "NVIDIA driver", (facts.nvidia_driver_version or "not loaded") + cuda
+    cuda_text = f", CUDA {facts.cuda.driver_version}" if facts.cuda else ""
+    yield "NVIDIA driver", (facts.nvidia_driver_version or "not loaded") + cuda_text
     yield "System", f"{facts.kernel.distribution or 'unknown'}, kernel {facts.kernel.release or 'unknown'}"
 
 
 def make_host_rows(facts: Facts) -> list[tuple[str, str]]:
     """Return the facts about the host (kernel, devices, limits, libraries) as pairs of name and text."""
     limits, kernel = facts.limits, facts.kernel
-    memlock = "not readable"
+    memlock_text = "not readable"
     if limits.memlock_known:
-        memlock = "no limit" if limits.memlock_bytes is None else format_bytes(limits.memlock_bytes)
+        memlock_text = "no limit" if limits.memlock_bytes is None else format_bytes(limits.memlock_bytes)
     rows = [
         ("System", f"{kernel.distribution or 'unknown distribution'}, {facts.machine}"),
         ("Kernel", kernel.release or "not readable"),
@@ -156,14 +160,17 @@ def make_host_rows(facts: Facts) -> list[tuple[str, str]]:
         ("NVIDIA GPUs on PCI", _describe_gpus(facts)),
         ("RDMA devices of the kernel", _describe_rdma_devices(facts)),
         ("Container", ", ".join(facts.container) or "none detected"),
-        ("Locked memory", memlock),
+        ("Locked memory", memlock_text),
         ("Open files", "no limit" if limits.open_files is None else str(limits.open_files)),
         ("Capabilities", ", ".join(limits.capabilities) or "none of the relevant ones"),
         ("Python", facts.python),
-        ("Packages", ", ".join(f"{item.name} {item.version}" for item in facts.packages if item.version) or "none"),
+        (
+            "Packages",
+            ", ".join(f"{package.name} {package.version}" for package in facts.packages if package.version) or "none",
+        ),
     ]
     rows += [(library.soname, _describe_library(library)) for library in facts.libraries if library.path is not None]
-    rows += [("Not readable", f"{install_paths().portable(item.path)}: {item.errno_name}") for item in facts.unreadable]
+    rows += [("Not readable", f"{install_paths().portable(file.path)}: {file.errno_name}") for file in facts.unreadable]
     return rows
 
 
@@ -174,9 +181,9 @@ def _describe_library(library: LibraryFacts) -> str:
 
 
 def _describe_iommu(facts: Facts) -> str:
-    groups = facts.kernel.iommu_group_count
+    group_count = facts.kernel.iommu_group_count
     words = " ".join(facts.kernel.iommu_arguments)
-    return f"{groups} groups" + (f"; {words}" if words else "") if groups else words or "no groups"
+    return f"{group_count} groups" + (f"; {words}" if words else "") if group_count else words or "no groups"
 
 
 def _describe_gpus(facts: Facts) -> str:

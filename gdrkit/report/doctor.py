@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_diagnosis", "describe_rule", "list_rules", "rules_as_json", "rules_document"]
 
-_WIDTH = 112
+_LINE_WIDTH = 112
 _LISTED_PATHS_MAX = 20
 _COUNT_LABELS = {
     Verdict.FAIL: "present",
@@ -62,10 +62,15 @@ def describe_diagnosis(diagnosis: Diagnosis, *, verbose: bool = False) -> str:
 
 def _describe_unreadable(diagnosis: Diagnosis) -> list[str]:
     # When the doctor examines the capture of another machine, ENODATA means that the capture does not have the file.
-    # On this machine another errno says why the kernel refused to read the file.
-    unreadable_files = [item for item in diagnosis.unreadable if item.errno != errno.ENODATA]
+    # Any other errno says why the kernel of that machine or of this one refused to read the file.
+    unreadable_files = [
+        unreadable_file for unreadable_file in diagnosis.unreadable if unreadable_file.errno != errno.ENODATA
+    ]
     lines = [f"Not readable ({len(unreadable_files)}):"] if unreadable_files else []
-    lines += [f"  {item.path}: {item.errno_name}" for item in unreadable_files[:_LISTED_PATHS_MAX]]
+    lines += [
+        f"  {unreadable_file.path}: {unreadable_file.errno_name}"
+        for unreadable_file in unreadable_files[:_LISTED_PATHS_MAX]
+    ]
     lines += (
         [f"  and {len(unreadable_files) - _LISTED_PATHS_MAX} more"] if len(unreadable_files) > _LISTED_PATHS_MAX else []
     )
@@ -125,5 +130,5 @@ def rules_document(rules: Sequence[Rule]) -> str:
 
 def _wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(
-        text, width=_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text, width=_LINE_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     ) or [text]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.report.routes import RouteStatus
 
-__all__ = ["Box", "Drawing", "DrawnDevice", "Link", "Node", "best_state", "drawn_devices", "make_drawing"]
+__all__ = ["Box", "Drawing", "DrawnDevice", "Link", "Node", "drawn_devices", "make_drawing", "select_drawn_state"]
 
 WIDTH = 380
 _BOX_WIDTH, _BOX_HEIGHT, _ROW_HEIGHT = 122.0, 30.0, 37.0
@@ -132,7 +132,7 @@ def drawn_devices(facts: Facts, routes: Iterable[RouteStatus]) -> tuple[DrawnDev
     return (*_list_gpus(facts, routes), *_list_nics(facts, routes), *_list_controllers(facts))
 
 
-def best_state(states: Iterable[RouteOutcome]) -> RouteOutcome:
+def select_drawn_state(states: Iterable[RouteOutcome]) -> RouteOutcome:
     """Return the state to draw for a GPU and a NIC with several routes.
 
     A fallback is shown even if another route is proven.
@@ -147,7 +147,7 @@ def _list_gpus(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]
     indices = set()
     for device in facts.cuda.devices if facts.cuda else ():
         pci_function = pci_functions.pop(device.pci_bus_id.lower(), None)
-        link = _link_text(pci_function.link_speed, pci_function.link_width) if pci_function else ""
+        link = _describe_link_width(pci_function.link_speed, pci_function.link_width) if pci_function else ""
         node = pci_function.numa_node if pci_function else None
         gpus.append(DrawnDevice(f"GPU {device.index}", "gpu", f"{device.pci_bus_id} {link}".strip(), node))
         indices.add(device.index)
@@ -190,16 +190,16 @@ def _draw_links(boxes: Sequence[Box], routes: Sequence[RouteStatus]) -> tuple[Li
         gpu_box, nic_box = box_by_device.get(("gpu", gpu)), box_by_device.get(("nic", nic))
         if gpu_box is not None and nic_box is not None:
             half_height = _BOX_HEIGHT / 2
-            state = best_state(states).value
+            state = select_drawn_state(states).value
             links.append(
                 Link(gpu_box.x + _BOX_WIDTH, gpu_box.y + half_height, nic_box.x, nic_box.y + half_height, state)
             )
     # The most important links are drawn last, on top of the others.
-    order = [state.value for state in reversed(_STATES_BY_IMPORTANCE)]
-    return tuple(sorted(links, key=lambda link: order.index(link.state)))
+    drawing_order = [state.value for state in reversed(_STATES_BY_IMPORTANCE)]
+    return tuple(sorted(links, key=lambda link: drawing_order.index(link.state)))
 
 
-def _link_text(speed: str | None, width: str | None) -> str:
+def _describe_link_width(speed: str | None, width: str | None) -> str:
     return f"x{width}" if speed and width and speed[:1].isdigit() else ""
 
 
@@ -208,7 +208,7 @@ def _truncate(text: str, characters: int) -> str:
 
 
 def _describe_counts(devices: Sequence[DrawnDevice], node_count: int) -> str:
-    names = {"gpu": "GPU", "nic": "NIC", "nvme": "NVMe controller"}
-    counts = {kind: sum(device.kind == kind for device in devices) for kind in names}
-    texts = [format_count(count, names[kind]) for kind, count in counts.items() if count]
+    noun_by_kind = {"gpu": "GPU", "nic": "NIC", "nvme": "NVMe controller"}
+    count_by_kind = {kind: sum(device.kind == kind for device in devices) for kind in noun_by_kind}
+    texts = [format_count(count, noun_by_kind[kind]) for kind, count in count_by_kind.items() if count]
     return f"{', '.join(texts)} at {format_count(node_count, 'NUMA node')}"

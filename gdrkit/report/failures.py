@@ -98,8 +98,8 @@ def describe_failures(facts: Facts, records: Sequence[Record]) -> tuple[str, ...
     """Return one line for each cause of failure: the cause, what it affects, and what to do."""
     lines = []
     for failure in failures(facts, records, route_statuses(facts, records), file_statuses(facts, records)):
-        others = f" and {len(failure.affected) - 1} more" if len(failure.affected) > 1 else ""
-        lines.append(single_line(f"FAIL {failure.cause} ({failure.affected[0]}{others}). To do: {failure.remedy}"))
+        others_text = f" and {len(failure.affected) - 1} more" if len(failure.affected) > 1 else ""
+        lines.append(single_line(f"FAIL {failure.cause} ({failure.affected[0]}{others_text}). To do: {failure.remedy}"))
     return tuple(lines)
 
 

@@ -86,24 +86,24 @@ def make_plot(sweep: Sweep) -> SweepPlot:
     format_size = format_bytes if sweep.x_axis == "size" else str
     sizes = sorted({point.size_or_depth for line in sweep.lines for point in line.points})
     highest = max(max(point.value, point.highest or 0.0) for line in sweep.lines for point in line.points)
-    step = _choose_axis_step(highest)
-    axis_end = step * math.ceil(highest / step) if highest > 0 else 1.0
+    axis_step = _choose_axis_step(highest)
+    axis_end = axis_step * math.ceil(highest / axis_step) if highest > 0 else 1.0
 
-    def x_of(size: int) -> float:
+    def compute_x(size: int) -> float:
         span = math.log2(sizes[-1] / sizes[0]) or 1.0
         return round(_LEFT + (_RIGHT - _LEFT) * math.log2(size / sizes[0]) / span, 1)
 
-    def y_of(value: float) -> float:
+    def compute_y(value: float) -> float:
         return round(_BOTTOM - (_BOTTOM - _TOP) * value / axis_end, 1)
 
     curves = []
     for curve_index, line in enumerate(sweep.lines):
         marks = tuple(
             Mark(
-                x_of(point.size_or_depth),
-                y_of(point.value),
-                y_of(point.value if point.lowest is None else point.lowest),
-                y_of(point.value if point.highest is None else point.highest),
+                compute_x(point.size_or_depth),
+                compute_y(point.value),
+                compute_y(point.value if point.lowest is None else point.lowest),
+                compute_y(point.value if point.highest is None else point.highest),
             )
             for point in line.points
         )
@@ -115,16 +115,17 @@ def make_plot(sweep: Sweep) -> SweepPlot:
         unit=sweep.unit,
         x_axis=sweep.x_axis,
         curves=tuple(curves),
-        sizes=tuple(Tick(x_of(size), format_size(size)) for size in sizes[::label_interval]),
+        sizes=tuple(Tick(compute_x(size), format_size(size)) for size in sizes[::label_interval]),
         values=tuple(
-            Tick(y_of(step * count), format_number(step * count)) for count in range(round(axis_end / step) + 1)
+            Tick(compute_y(axis_step * count), format_number(axis_step * count))
+            for count in range(round(axis_end / axis_step) + 1)
         ),
         rows=tuple((format_size(size), _make_row(size, sweep.lines)) for size in sizes),
     )
 
 
 def format_number(value: float) -> str:
-    """Return a number with five significant digits. From 10,000 on, it is an integer with commas between thousands."""
+    """Return a number with five significant digits, or from 10,000 on an integer with commas between thousands."""
     if abs(value) >= _THOUSANDS_GROUPED_FROM:
         return f"{value:,.0f}"
     return f"{value:.5g}"

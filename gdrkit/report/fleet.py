@@ -1,4 +1,4 @@
-"""One report about many hosts (``gdrkit report --fleet``): which are qualified, differ from the others, or are slower.
+"""One report about many hosts (``gdrkit report --fleet``): the qualified hosts, the slow ones, and the differing ones.
 
 Each host is a folder with the files of a run. The fleet report is in the parent folder, and links to the reports of the
 hosts. If a folder cannot be read, its row in the report has the error, and the command fails after writing the report.
@@ -21,9 +21,9 @@ from gdrkit.report.measurements import case_title, number_words
 from gdrkit.report.metrics import render_metrics
 from gdrkit.report.noise import Sample, compare_samples, make_sample, median_sample
 from gdrkit.report.record import Verdict
-from gdrkit.report.render import environment
+from gdrkit.report.render import make_template_environment
 from gdrkit.report.routes import RouteOutcome
-from gdrkit.report.run import RunFolder, RunState, file_error, is_file, make_folder, write_atomically
+from gdrkit.report.run import RunFolder, RunState, is_file, make_file_error, make_folder, write_atomically
 from gdrkit.report.sweep import describes_hardware, split_number
 from gdrkit.report.view import make_view
 from gdrkit.verdict import NOISE_PERCENT
@@ -139,19 +139,24 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     try:
         run_folders = [entry for entry in sorted(path.iterdir()) if _is_run_folder(entry)] if path.is_dir() else []
     except OSError as error:
-        raise file_error("read", path, error) from error
+        raise make_file_error("read", path, error) from error
     if not run_folders:
         message = f"{path} contains no folder of a run"
         raise UsageError(message, what_to_do="name the folder that contains one folder for each host")
     output_folder = output or path
     host_runs, unreadable_folders = _read_runs(run_folders, path)
     latest_runs, older_folders = _select_latest(host_runs)
-    names, duplicates = _choose_display_names(latest_runs)
-    traits = _find_majority_traits(latest_runs)
-    medians = _compute_median_samples(latest_runs)
+    display_name_by_folder, duplicate_problems = _choose_display_names(latest_runs)
+    majority_traits = _find_majority_traits(latest_runs)
+    median_sample_by_number = _compute_median_samples(latest_runs)
     hosts = [
         _make_host(
-            host_run, names[host_run.folder], traits=traits, medians=medians, path=path, output_folder=output_folder
+            host_run,
+            display_name_by_folder[host_run.folder],
+            majority_traits=majority_traits,
+            median_sample_by_number=median_sample_by_number,
+            path=path,
+            output_folder=output_folder,
         )
         for host_run in latest_runs
     ]
@@ -160,7 +165,7 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     hosts.sort(
         key=lambda host: (_rank_urgency(host), not (host.slow or host.differs), _make_natural_sort_key(host.name))
     )
-    problems = [f"{folder}: {error}" for folder, error in unreadable_folders] + duplicates
+    problems = [f"{folder}: {error}" for folder, error in unreadable_folders] + duplicate_problems
     state_counts = Counter(host.state for host in hosts)
     tally = tuple(
         (state, state_counts[state])
@@ -173,9 +178,9 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
         output_folder / "fleet.json",
         json.dumps(_make_document(fleet, older_folders), indent=2, ensure_ascii=False) + "\n",
     )
-    write_atomically(output_folder / "metrics.prom", _merge_metrics(latest_runs, names))
+    write_atomically(output_folder / "metrics.prom", _merge_metrics(latest_runs, display_name_by_folder))
     page = (
-        environment(escaped=True)
+        make_template_environment(escaped=True)
         .get_template("fleet.html.j2")
         .render(fleet=fleet, older=older_folders, noise_percent=NOISE_PERCENT)
     )
@@ -186,12 +191,13 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
 def _rank_urgency(host: Host) -> int:
     """Return the rank of a host in the report, the most urgent first.
 
-    It is 0 for an unreadable host, 1 for a failed run, 2 for a run that proves only a part, and 3 for a qualified host.
+    The rank is 0 for an unreadable host, 1 for a failed run, 2 for a run that proves only a part, and 3 for a qualified
+    host.
     """
-    incomplete = {RunState.NOTHING_PROVEN.value, RunState.PARTIAL.value, RunState.SOFTWARE_ONLY.value}
+    incomplete_states = {RunState.NOTHING_PROVEN.value, RunState.PARTIAL.value, RunState.SOFTWARE_ONLY.value}
     if host.error:
         return 0
-    return 3 if host.state == RunState.QUALIFIED.value else 2 if host.state in incomplete else 1
+    return 3 if host.state == RunState.QUALIFIED.value else 2 if host.state in incomplete_states else 1
 
 
 def _make_natural_sort_key(name: str) -> list[tuple[int, str]]:
@@ -262,16 +268,18 @@ def _list_device_serials(contents: Contents) -> set[str]:
 
 def _choose_display_names(latest_runs: Sequence[_HostRun]) -> tuple[dict[str, str], list[str]]:
     """Return the display name of each folder, and a line for each name that several hosts have."""
-    by_name: dict[str, list[str]] = {}
+    folders_by_name: dict[str, list[str]] = {}
     for host_run in latest_runs:
-        by_name.setdefault(host_run.contents.run.host or host_run.folder, []).append(host_run.folder)
-    names: dict[str, str] = {}
+        folders_by_name.setdefault(host_run.contents.run.host or host_run.folder, []).append(host_run.folder)
+    display_name_by_folder: dict[str, str] = {}
     problems = []
-    for name, folders in by_name.items():
-        names.update({folder: name if len(folders) == 1 else f"{name} ({folder})" for folder in folders})
+    for name, folders in folders_by_name.items():
+        display_name_by_folder.update(
+            {folder: name if len(folders) == 1 else f"{name} ({folder})" for folder in folders}
+        )
         if len(folders) > 1:
             problems.append(f"{len(folders)} hosts have the name {name}: {', '.join(sorted(folders))}")
-    return names, problems
+    return display_name_by_folder, problems
 
 
 def _collect_traits(contents: Contents) -> dict[str, str]:
@@ -296,12 +304,12 @@ def _find_majority_traits(latest_runs: Sequence[_HostRun]) -> dict[str, str]:
     """Return the traits with the values that most hosts have. The result is empty if there are too few hosts."""
     if len(latest_runs) < _HOSTS_MIN:
         return {}
-    counters: dict[str, Counter[str]] = {}
+    counter_by_trait: dict[str, Counter[str]] = {}
     for host_run in latest_runs:
         for trait, value in _collect_traits(host_run.contents).items():
-            counters.setdefault(trait, Counter())[value] += 1
-    most_common = {trait: counter.most_common(1)[0] for trait, counter in counters.items()}
-    return {trait: value for trait, (value, count) in most_common.items() if count * 2 > len(latest_runs)}
+            counter_by_trait.setdefault(trait, Counter())[value] += 1
+    top_value_by_trait = {trait: counter.most_common(1)[0] for trait, counter in counter_by_trait.items()}
+    return {trait: value for trait, (value, count) in top_value_by_trait.items() if count * 2 > len(latest_runs)}
 
 
 def _make_samples(contents: Contents) -> dict[tuple[str, str], Sample]:
@@ -327,15 +335,17 @@ def _make_host(
     host_run: _HostRun,
     name: str,
     *,
-    traits: Mapping[str, str],
-    medians: Mapping[tuple[str, str], Sample],
+    majority_traits: Mapping[str, str],
+    median_sample_by_number: Mapping[tuple[str, str], Sample],
     path: Path,
     output_folder: Path,
 ) -> Host:
     contents, view = host_run.contents, host_run.view
-    host_traits = _collect_traits(contents)
-    verdicts = Counter(record.verdict for record in contents.records)
-    states = Counter(status.state for status in view.routes) + Counter(status.state for status in view.files)
+    trait_values = _collect_traits(contents)
+    verdict_counts = Counter(record.verdict for record in contents.records)
+    route_state_counts = Counter(status.state for status in view.routes) + Counter(
+        status.state for status in view.files
+    )
     folder = os.path.relpath(path / host_run.folder, output_folder)
     has_page = (path / host_run.folder / "index.html").is_file()
     return Host(
@@ -350,20 +360,22 @@ def _make_host(
         started=contents.run.started,
         # The path is quoted as bytes, since the name of a folder is not always UTF-8.
         page=quote(os.fsencode(f"{folder}/index.html")) if has_page else "",
-        counts={verdict.value: verdicts[verdict] for verdict in Verdict},
-        routes={state.value: states[state] for state in RouteOutcome},
+        counts={verdict.value: verdict_counts[verdict] for verdict in Verdict},
+        routes={state.value: route_state_counts[state] for state in RouteOutcome},
         differs=tuple(
-            f"{trait} is {host_traits[trait]}, on most hosts {value}"
-            for trait, value in traits.items()
-            if host_traits[trait] != value
+            f"{trait} is {trait_values[trait]}, on most hosts {value}"
+            for trait, value in majority_traits.items()
+            if trait_values[trait] != value
         ),
-        slow=tuple(sorted(_list_slow_numbers(host_run, medians), key=lambda slow: -abs(slow.percent))),
+        slow=tuple(sorted(_list_slow_numbers(host_run, median_sample_by_number), key=lambda slow: -abs(slow.percent))),
     )
 
 
-def _list_slow_numbers(host_run: _HostRun, medians: Mapping[tuple[str, str], Sample]) -> Iterator[SlowNumber]:
+def _list_slow_numbers(
+    host_run: _HostRun, median_sample_by_number: Mapping[tuple[str, str], Sample]
+) -> Iterator[SlowNumber]:
     for (case, name), sample in host_run.samples.items():
-        median = medians.get((case, name))
+        median = median_sample_by_number.get((case, name))
         # The percentage of the difference from a median of 0 is undefined.
         if median is not None and median.value:
             change = compare_samples(name, median, sample)
@@ -394,14 +406,14 @@ def _make_document(fleet: Fleet, older_folders: Sequence[str]) -> dict[str, Json
     }
 
 
-def _merge_metrics(latest_runs: Sequence[_HostRun], names: Mapping[str, str]) -> str:
+def _merge_metrics(latest_runs: Sequence[_HostRun], display_name_by_folder: Mapping[str, str]) -> str:
     """Return the contents of metrics.prom for all hosts. In this format, all samples of a metric must be adjacent."""
-    families: dict[str, list[str]] = {}
+    lines_by_metric: dict[str, list[str]] = {}
     for host_run in latest_runs:
-        text = render_metrics(host_run.contents, host_run.view, host=names[host_run.folder])
+        text = render_metrics(host_run.contents, host_run.view, host=display_name_by_folder[host_run.folder])
         for line in text.splitlines(keepends=True):
             name = line.split(" ")[2] if line.startswith("#") else line.partition("{")[0]
-            lines = families.setdefault(name, [])
+            lines = lines_by_metric.setdefault(name, [])
             if not (line.startswith("#") and line in lines):
                 lines.append(line)
-    return "".join(line for lines in families.values() for line in lines)
+    return "".join(line for lines in lines_by_metric.values() for line in lines)

@@ -14,7 +14,7 @@ from gdrkit import serialization
 from gdrkit.errors import UsageError
 from gdrkit.host import Distance
 from gdrkit.registration import Balance
-from gdrkit.report.drawing import best_state
+from gdrkit.report.drawing import select_drawn_state
 from gdrkit.report.figure import format_three_digits
 from gdrkit.report.routes import FAILED_CASE_PREFIX
 from gdrkit.report.sweep import describes_hardware
@@ -171,7 +171,7 @@ def path_matrix(facts: Facts, routes: Sequence[RouteStatus], files: Sequence[Fil
     if not statuses:
         return None
     columns = tuple(sorted({column for _, column in statuses}, key=lambda column: (column.kind != "NIC", column.name)))
-    models = {device.index: device.name for device in facts.cuda.devices} if facts.cuda else {}
+    model_by_index = {device.index: device.name for device in facts.cuda.devices} if facts.cuda else {}
     pair_counts: dict[str, int] = {}
     rows = []
     for device_index in sorted({index for index, _ in statuses}):
@@ -179,14 +179,14 @@ def path_matrix(facts: Facts, routes: Sequence[RouteStatus], files: Sequence[Fil
         for column in columns:
             pair_statuses = statuses.get((device_index, column))
             cells.append(None if pair_statuses is None else _make_cell(pair_statuses, pair_counts))
-        rows.append((f"GPU {device_index}", models.get(device_index, ""), tuple(cells)))
+        rows.append((f"GPU {device_index}", model_by_index.get(device_index, ""), tuple(cells)))
     causes = tuple(PathCause(number, text, count) for number, (text, count) in enumerate(pair_counts.items(), start=1))
     return PathMatrix(columns, tuple(rows), causes)
 
 
 def _make_cell(statuses: Sequence[RouteStatus | FileStatus], pair_counts: dict[str, int]) -> PathCell:
     """Return the cell of a pair, and count its cause in `pair_counts`, whose order gives the numbers of the causes."""
-    state = best_state(status.state for status in statuses)
+    state = select_drawn_state(status.state for status in statuses)
     status = next(status for status in statuses if status.state is state)
     case = status.fallback_case or next(iter(status.cases), "")
     cause = status.cause.removesuffix(f" ({status.fallback_case})")
@@ -206,15 +206,22 @@ def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology |
         return None
     record, balance = measured_balances[-1]
     devices = facts.cuda.devices if facts.cuda else ()
-    gpu_names = {device.pci_bus_id.lower(): f"GPU {device.index}" for device in devices}
-    place_names = {place.address.lower(): place.name for place in topology.places} if topology else {}
+    gpu_name_by_address = {device.pci_bus_id.lower(): f"GPU {device.index}" for device in devices}
+    device_name_by_address = (
+        {topology_device.address.lower(): topology_device.name for topology_device in topology.places}
+        if topology
+        else {}
+    )
     distances = topology.distances if topology else {}
     loads = balance.loads
     rows = tuple(
         (
-            gpu_names.get(gpu.lower(), gpu),
+            gpu_name_by_address.get(gpu.lower(), gpu),
             tuple(
-                (_format_byte_count(moved_bytes), distances.get(place_names.get(gpu.lower(), ""), {}).get(load.nic, ""))
+                (
+                    _format_byte_count(moved_bytes),
+                    distances.get(device_name_by_address.get(gpu.lower(), ""), {}).get(load.nic, ""),
+                )
                 for moved_bytes, load in zip(row, loads, strict=False)
             ),
         )

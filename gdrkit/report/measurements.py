@@ -114,17 +114,19 @@ def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, 
         _make_measurement(group, quantity, candidate, facts)
         for (group, quantity, _), candidate in best_candidates.items()
     ]
-    share_of_group: dict[tuple[int, str], float] = {}
+    share_by_group: dict[tuple[int, str], float] = {}
     for row in rows:
-        key = (_rank(row), row.group)
-        share_of_group[key] = max(share_of_group.get(key, 0.0), _find_used_share(row))
+        key = (_rank_by_bounds(row), row.group)
+        share_by_group[key] = max(share_by_group.get(key, 0.0), _find_used_share(row))
     # The sort is stable: groups of equal share remain in the order of the records.
-    sorted_groups = sorted(share_of_group, key=lambda key: (key[0], -share_of_group[key]))
-    order = {key: index for index, key in enumerate(sorted_groups)}
-    return tuple(sorted(rows, key=lambda row: (order[_rank(row), row.group], -_find_used_share(row))))
+    sorted_groups = sorted(share_by_group, key=lambda key: (key[0], -share_by_group[key]))
+    position_by_group = {key: index for index, key in enumerate(sorted_groups)}
+    return tuple(
+        sorted(rows, key=lambda row: (position_by_group[_rank_by_bounds(row), row.group], -_find_used_share(row)))
+    )
 
 
-def _rank(row: Measurement) -> int:
+def _rank_by_bounds(row: Measurement) -> int:
     """Return 0 for a row with a bound that is not met, 1 for one whose bounds are met, and 2 for one without bounds."""
     return int(all(bound.is_met for bound in row.bounds)) + int(not row.bounds)
 
@@ -149,8 +151,8 @@ def number_words(case: str, name: str) -> tuple[str, str]:
     base, depth = parse_depth(split_number(name).base)
     size_or_depth = f"at depth {depth}" if depth else f"at {format_bytes(size_bytes)}" if size_bytes else ""
     # The unit already shows that the number is a rate.
-    words = (*map(readable, parameters), "" if base == "rate" else readable(base))
-    return ", ".join(filter(None, words)), size_or_depth
+    text_parts = (*map(readable, parameters), "" if base == "rate" else readable(base))
+    return ", ".join(filter(None, text_parts)), size_or_depth
 
 
 def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: Facts) -> Measurement:

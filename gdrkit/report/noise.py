@@ -71,18 +71,18 @@ def compare_samples(name: str, before: Sample, after: Sample, *, noise_percent: 
 
     A change up to `noise_percent` always counts as noise.
     """
-    change = _compute_change_percent(before.value, after.value)
-    band = max(
+    change_percent = _compute_change_percent(before.value, after.value)
+    band_percent = max(
         noise_percent, _clamp_percent(_BAND_STANDARD_ERRORS * math.hypot(before.error_percent, after.error_percent))
     )
     better = split_number(name).better
-    if abs(change) <= band:
+    if abs(change_percent) <= band_percent:
         outcome = "same"
     elif not better:
         outcome = "changed"
     else:
-        outcome = "better" if change * better > 0 else "worse"
-    return NumberChange(outcome, change, band)
+        outcome = "better" if change_percent * better > 0 else "worse"
+    return NumberChange(outcome, change_percent, band_percent)
 
 
 def median_sample(samples: Sequence[Sample]) -> Sample:
@@ -90,8 +90,8 @@ def median_sample(samples: Sequence[Sample]) -> Sample:
 
     Differences between machines do not increase this error, because the comparison looks for such differences.
     """
-    error = statistics.median(sample.error_percent for sample in samples) / math.sqrt(len(samples))
-    return Sample(statistics.median(sample.value for sample in samples), error)
+    error_percent = statistics.median(sample.error_percent for sample in samples) / math.sqrt(len(samples))
+    return Sample(statistics.median(sample.value for sample in samples), error_percent)
 
 
 def make_sample(name: str, numbers: Sequence[Mapping[str, float]]) -> Sample:
@@ -134,7 +134,7 @@ def _compute_standard_error(name: str, numbers: Mapping[str, float]) -> float:
     """
     number = split_number(name)
     spread = numbers.get("_".join(filter(None, (number.base, "spread_percent"))))
-    rounds = numbers.get("rounds_count", 1.0)
-    if spread is None or rounds < _ROUNDS_MIN:
+    round_count = numbers.get("rounds_count", 1.0)
+    if spread is None or round_count < _ROUNDS_MIN:
         return 0.0
-    return _MEDIAN_ERROR_FACTOR * spread / _QUARTILE_DISTANCE / math.sqrt(rounds)
+    return _MEDIAN_ERROR_FACTOR * spread / _QUARTILE_DISTANCE / math.sqrt(round_count)

@@ -65,15 +65,15 @@ def draw(plot: Plot) -> str:
         message = "there is nothing to draw"
         raise UsageError(message)
     axis_end = max(value for line in plot.lines for _, value in line.points) or 1.0
-    step = _choose_axis_step(axis_end)
-    axis_end = math.ceil(axis_end / step) * step
+    axis_step = _choose_axis_step(axis_end)
+    axis_end = math.ceil(axis_end / axis_step) * axis_step
     first_log2, last_log2 = math.log2(sizes[0]), math.log2(sizes[-1])
 
-    def x(size: int) -> float:
+    def compute_x(size: int) -> float:
         fraction = (math.log2(size) - first_log2) / (last_log2 - first_log2) if last_log2 > first_log2 else 0.5
         return _LEFT + fraction * (_WIDTH - _LEFT - _RIGHT)
 
-    def y(value: float) -> float:
+    def compute_y(value: float) -> float:
         return _HEIGHT - _BOTTOM - value / axis_end * (_HEIGHT - _TOP - _BOTTOM)
 
     svg_elements = [
@@ -83,15 +83,17 @@ def draw(plot: Plot) -> str:
         _draw_text(_LEFT, 50, plot.note, "note"),
         _draw_text(12, _TOP - 10, plot.unit, "note"),
     ]
-    for tick_index in range(round(axis_end / step) + 1):
-        tick_y = y(tick_index * step)
+    for tick_index in range(round(axis_end / axis_step) + 1):
+        tick_y = compute_y(tick_index * axis_step)
         svg_elements.append(
             f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{tick_y:.1f}" y2="{tick_y:.1f}"/>'
         )
-        svg_elements.append(_draw_text(_LEFT - 8, tick_y + 4, f"{tick_index * step:g}", anchor="end"))
-    svg_elements += [_draw_text(x(size), _HEIGHT - _BOTTOM + 22, format_bytes(size), anchor="middle") for size in sizes]
+        svg_elements.append(_draw_text(_LEFT - 8, tick_y + 4, f"{tick_index * axis_step:g}", anchor="end"))
+    svg_elements += [
+        _draw_text(compute_x(size), _HEIGHT - _BOTTOM + 22, format_bytes(size), anchor="middle") for size in sizes
+    ]
     for index, line in enumerate(plot.lines):
-        svg_elements += _draw_line(line, _COLOURS[index % len(_COLOURS)], _TOP + 22 * index, x, y)
+        svg_elements += _draw_line(line, _COLOURS[index % len(_COLOURS)], _TOP + 22 * index, compute_x, compute_y)
     return "\n".join([*svg_elements, "</svg>", ""])
 
 
@@ -122,9 +124,13 @@ def check_name(path: Path) -> None:
 
 
 def _draw_line(
-    line: Line, colour: str, legend_y: float, x: Callable[[int], float], y: Callable[[float], float]
+    line: Line,
+    colour: str,
+    legend_y: float,
+    compute_x: Callable[[int], float],
+    compute_y: Callable[[float], float],
 ) -> Iterator[str]:
-    points = [(x(size), y(value), size, value) for size, value in sorted(line.points)]
+    points = [(compute_x(size), compute_y(value), size, value) for size, value in sorted(line.points)]
     if points:
         path_data = " L ".join(f"{point_x:.1f} {point_y:.1f}" for point_x, point_y, _, _ in points)
         yield f'<path d="M {path_data}" stroke="{colour}"/>'

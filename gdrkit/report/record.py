@@ -35,8 +35,8 @@ __all__ = [
     "append_record",
     "parse_record",
     "parse_records",
+    "read_record_lines",
     "read_records",
-    "record_lines",
 ]
 
 SCHEMA_VERSION = 1
@@ -273,10 +273,10 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
     UsageError
         ``MALFORMED``: a line is not a record. The message names the line.
     """
-    return parse_records(record_lines(path), name=str(path))
+    return parse_records(read_record_lines(path), name=str(path))
 
 
-def record_lines(path: str | os.PathLike[str]) -> list[bytes]:
+def read_record_lines(path: str | os.PathLike[str]) -> list[bytes]:
     """Return the lines of a records file.
 
     The last item is the text after the last line end, empty in a complete file.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gdrkit.report.record import Record
     from gdrkit.report.run import Run
 
-__all__ = ["environment", "render", "render_html", "render_markdown"]
+__all__ = ["make_template_environment", "render", "render_html", "render_markdown"]
 
 
 def render(path: Path, output: Path | None = None) -> RunFolder:
@@ -63,24 +63,32 @@ def render(path: Path, output: Path | None = None) -> RunFolder:
     view = make_view(contents)
     write_atomically(folder.report, render_document(contents, view))
     write_atomically(folder.junit, render_junit(contents.run, contents.records))
-    write_atomically(folder.summary, environment(escaped=False).get_template("summary.md.j2").render(view=view))
+    write_atomically(
+        folder.summary, make_template_environment(escaped=False).get_template("summary.md.j2").render(view=view)
+    )
     write_atomically(folder.metrics, render_metrics(contents, view))
     # The page is written last, so that the files to which it links already exist.
-    write_atomically(folder.index, environment(escaped=True).get_template("index.html.j2").render(view=view))
+    write_atomically(
+        folder.index, make_template_environment(escaped=True).get_template("index.html.j2").render(view=view)
+    )
     return folder
 
 
 def render_html(run: Run, facts: Facts, records: Sequence[Record]) -> str:
     """Return the report as an HTML page."""
     return (
-        environment(escaped=True).get_template("index.html.j2").render(view=_make_view_of_records(run, facts, records))
+        make_template_environment(escaped=True)
+        .get_template("index.html.j2")
+        .render(view=_make_view_of_records(run, facts, records))
     )
 
 
 def render_markdown(run: Run, facts: Facts, records: Sequence[Record]) -> str:
     """Return the summary as Markdown, for a terminal or a merge request."""
     return (
-        environment(escaped=False).get_template("summary.md.j2").render(view=_make_view_of_records(run, facts, records))
+        make_template_environment(escaped=False)
+        .get_template("summary.md.j2")
+        .render(view=_make_view_of_records(run, facts, records))
     )
 
 
@@ -90,7 +98,7 @@ def _make_view_of_records(run: Run, facts: Facts, records: Sequence[Record]) -> 
 
 
 @cache
-def environment(*, escaped: bool) -> Environment:
+def make_template_environment(*, escaped: bool) -> Environment:
     """Return the Jinja environment of the report templates. It escapes control characters in all texts.
 
     With `escaped`, it also escapes the special characters of HTML.

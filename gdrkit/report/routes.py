@@ -121,12 +121,12 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
     for record in records:
         for route in record.routes:
             claims.setdefault((route.device_index, route.nic, route.way), []).append((record, route))
-    attempts = {(route.device_index, route.nic, route.way): route for route in facts.routes}
+    attempt_by_route = {(route.device_index, route.nic, route.way): route for route in facts.routes}
     statuses = []
-    for key in sorted(attempts.keys() | claims.keys()):
+    for key in sorted(attempt_by_route.keys() | claims.keys()):
         route_claims = claims.get(key, [])
         state, cause = _decide_state_and_cause(route_claims)
-        attempt = attempts.get(key)
+        attempt = attempt_by_route.get(key)
         if not route_claims and attempt is not None and not attempt.possible:
             state, cause = RouteOutcome.NOT_POSSIBLE, _describe_registration_error(attempt)
         cases = tuple(dict.fromkeys(record.case for record, _ in route_claims))
@@ -185,34 +185,39 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
 
 def _find_shortest_mounts(facts: Facts) -> list[str]:
     """Return the mount points of the file systems on block devices, for each file system the shortest one."""
-    shortest: dict[str, str] = {}
+    shortest_by_device: dict[str, str] = {}
     for mount in facts.mounts:
-        previous = shortest.get(mount.device)
+        previous = shortest_by_device.get(mount.device)
         if previous is None or len(mount.mount_point) < len(previous):
-            shortest[mount.device] = mount.mount_point
-    return sorted(shortest.values())
+            shortest_by_device[mount.device] = mount.mount_point
+    return sorted(shortest_by_device.values())
 
 
 def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
     """Return one sentence for each route that the profile requires and that was not proven."""
     unmet_texts = []
-    for required in profile.routes:
-        matching = [status for status in statuses if _matches_requirement(required, status)]
-        if not matching:
-            unmet_texts.append(f"there is no route GPU {required.device} <- NIC {required.nic} by {required.way}")
-        elif required.enough == "each":
+    for requirement in profile.routes:
+        matching_statuses = [status for status in statuses if _matches_requirement(requirement, status)]
+        if not matching_statuses:
+            unmet_texts.append(
+                f"there is no route GPU {requirement.device} <- NIC {requirement.nic} by {requirement.way}"
+            )
+        elif requirement.enough == "each":
             unmet_texts += [
-                f"{status.name}: {status.cause}" for status in matching if status.state is not RouteOutcome.PROVEN
+                f"{status.name}: {status.cause}"
+                for status in matching_statuses
+                if status.state is not RouteOutcome.PROVEN
             ]
         else:
-            unmet_texts += _list_devices_without_proven_route(matching)
+            unmet_texts += _list_devices_without_proven_route(matching_statuses)
     return tuple(unmet_texts)
 
 
 def _list_devices_without_proven_route(statuses: Sequence[RouteStatus]) -> list[str]:
-    proven = {status.device_index for status in statuses if status.state is RouteOutcome.PROVEN}
+    proven_device_indices = {status.device_index for status in statuses if status.state is RouteOutcome.PROVEN}
     return [
-        f"no route to GPU {index} is proven" for index in sorted({status.device_index for status in statuses} - proven)
+        f"no route to GPU {index} is proven"
+        for index in sorted({status.device_index for status in statuses} - proven_device_indices)
     ]
 
 
@@ -272,27 +277,29 @@ def _explain_substrate_of_record(record: Record, apis: Sequence[str]) -> str:
     return why_not_hardware(record.substrate, apis)
 
 
-def why_not_hardware(substrate_of_api: Mapping[str, str], apis: Sequence[str] = _NIC_ROUTE_APIS) -> str:
+def why_not_hardware(substrate_by_api: Mapping[str, str], apis: Sequence[str] = _NIC_ROUTE_APIS) -> str:
     """Return why nothing is proven about hardware, or an empty string if all of `apis` ran on hardware."""
-    substrates = {api: substrate_of_api.get(api, Substrate.UNKNOWN.value) for api in apis}
+    substrates = {api: substrate_by_api.get(api, Substrate.UNKNOWN.value) for api in apis}
     if all(name == Substrate.TWIN.value for name in substrates.values()):
         return "ran on software twins"
-    words = {
+    text_by_substrate = {
         Substrate.TWIN.value: "{} ran on a software twin",
         Substrate.KERNEL_SOFTWARE.value: "{} ran on software in the kernel",
         Substrate.UNKNOWN.value: "the substrate of {} is unknown",
     }
-    return "; ".join(words[name].format(api) for api, name in substrates.items() if name in words)
+    return "; ".join(
+        text_by_substrate[name].format(api) for api, name in substrates.items() if name in text_by_substrate
+    )
 
 
 def is_required(profile: Profile, status: RouteStatus) -> bool:
     """Return whether the profile requires this route to be direct."""
-    return any(_matches_requirement(required, status) for required in profile.routes)
+    return any(_matches_requirement(requirement, status) for requirement in profile.routes)
 
 
-def _matches_requirement(required: RequiredRoute, status: RouteStatus) -> bool:
+def _matches_requirement(requirement: RequiredRoute, status: RouteStatus) -> bool:
     return (
-        fnmatchcase(str(status.device_index), required.device)
-        and fnmatchcase(status.nic, required.nic)
-        and fnmatchcase(status.method, required.way)
+        fnmatchcase(str(status.device_index), requirement.device)
+        and fnmatchcase(status.nic, requirement.nic)
+        and fnmatchcase(status.method, requirement.way)
     )

@@ -30,8 +30,8 @@ __all__ = [
     "RunFolder",
     "RunState",
     "banner",
-    "file_error",
     "is_file",
+    "make_file_error",
     "make_folder",
     "read_bytes",
     "write_atomically",
@@ -198,7 +198,7 @@ class RunFolder:
             try:
                 file.unlink(missing_ok=True)
             except OSError as error:
-                raise file_error("unlink", file, error) from error
+                raise make_file_error("unlink", file, error) from error
 
     def write_run(self, run: Run) -> None:
         """Write run.json. An existing file is replaced atomically."""
@@ -232,7 +232,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise file_error("mkdir", path, error) from error
+        raise make_file_error("mkdir", path, error) from error
 
 
 def write_atomically(path: Path, text: str | bytes) -> None:
@@ -244,15 +244,15 @@ def write_atomically(path: Path, text: str | bytes) -> None:
         The kernel refuses to write the file.
     """
     data = text.encode("utf-8", "backslashreplace") if isinstance(text, str) else text
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        temporary_path.write_bytes(data)
+        temporary_path.replace(path)
     except OSError as error:
-        raise file_error("write", path, error) from error
+        raise make_file_error("write", path, error) from error
     finally:
         with contextlib.suppress(OSError):  # The error of a write or rename that failed is already being raised.
-            temporary.unlink(missing_ok=True)
+            temporary_path.unlink(missing_ok=True)
 
 
 def is_file(path: Path) -> bool:
@@ -282,10 +282,10 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise file_error("read", path, error) from error
+        raise make_file_error("read", path, error) from error
 
 
-def file_error(operation: str, path: Path, error: OSError) -> SetupMissing:
+def make_file_error(operation: str, path: Path, error: OSError) -> SetupMissing:
     """Return the error to raise after the system call `operation` failed on a file of a run."""
     errno_value = error.errno
     return SetupMissing(

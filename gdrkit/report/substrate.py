@@ -112,13 +112,13 @@ def substrate_of(
         The character devices that the process had open. If None, the devices that were open while the facts about the
         API were collected.
     """
-    libraries_of: dict[str, list[_Library]] = {}
+    libraries_by_api: dict[str, list[_Library]] = {}
     for library in libraries:
         api = _find_api(library)
         if api is not None:
-            libraries_of.setdefault(api, []).append(library)
+            libraries_by_api.setdefault(api, []).append(library)
     substrates = {}
-    for api, api_libraries in libraries_of.items():
+    for api, api_libraries in libraries_by_api.items():
         substrate_if_real = _find_real_library_substrate(api, facts, nics, nodes)
         substrates[api] = weakest(_find_library_substrate(library, substrate_if_real) for library in api_libraries)
         # If a process has loaded the real library and its twin, it is unknown which of them executed the operations.
@@ -184,10 +184,10 @@ def _find_verbs_substrate(
     evidence: KernelEvidence, facts: Facts, nics: Collection[str], open_device_numbers: Collection[tuple[int, int]]
 ) -> Substrate:
     devices = {device.name: device for device in evidence.rdma}
-    names = nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else nics or list(devices)
+    nic_names = nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else nics or list(devices)
     return weakest(
         _find_nic_substrate(devices[name], open_device_numbers) if name in devices else Substrate.UNKNOWN
-        for name in names
+        for name in nic_names
     )
 
 

@@ -40,7 +40,7 @@ __all__ = [
 # malformed record is too large for a plot.
 _SIZE_PARAMETER = re.compile(r"^([1-9]\d{0,11})(B|KiB|MiB|GiB)$")
 _UNIT_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_STATISTIC = re.compile(r"_(p\d+|min|max|mean|median)$")
+_STATISTIC_SUFFIX = re.compile(r"_(p\d+|min|max|mean|median)$")
 # The first unit with which a name ends applies, so ``gb_per_s`` must be before ``s``.
 _UNITS = (
     ("gbit_per_s", "Gbit/s"),
@@ -140,7 +140,7 @@ class Sweep:
 
 def split_number(name: str) -> Number:
     """Return the parts of the name of a number."""
-    match = _STATISTIC.search(name)
+    match = _STATISTIC_SUFFIX.search(name)
     base_name, statistic = (name[: match.start()], match[1]) if match else (name, "")
     for unit, _ in _UNITS:
         if base_name == unit or base_name.endswith(f"_{unit}"):
@@ -172,14 +172,18 @@ def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
 
     The plot of a rate also has a line for the limit of the links, if `facts` have it.
     """
-    plots: dict[tuple[str, str, str], dict[tuple[str, bool], list[SweepPoint]]] = {}
+    points_by_plot: dict[tuple[str, str, str], dict[tuple[str, bool], list[SweepPoint]]] = {}
     for record in records:
-        for x_axis, unit, label, is_bound, point in _make_points(record, facts) if describes_hardware(record) else ():
-            function = record.case.partition("[")[0]
-            plots.setdefault((function, unit, x_axis), {}).setdefault((label, is_bound), []).append(point)
+        for x_axis, unit, line_name, is_bound, point in (
+            _make_points(record, facts) if describes_hardware(record) else ()
+        ):
+            function_name = record.case.partition("[")[0]
+            points_by_plot.setdefault((function_name, unit, x_axis), {}).setdefault((line_name, is_bound), []).append(
+                point
+            )
     return tuple(
-        Sweep(function, dict(_UNITS)[unit], x_axis, _make_lines(lines))
-        for (function, unit, x_axis), lines in plots.items()
+        Sweep(function_name, dict(_UNITS)[unit], x_axis, _make_lines(lines))
+        for (function_name, unit, x_axis), lines in points_by_plot.items()
         if any(len(points) >= _POINTS_MIN for points in lines.values())
     )
 
@@ -198,7 +202,7 @@ def _make_points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, 
             continue
         x_axis = "depth" if depth else "size"
         # The unit already shows that the number is a rate.
-        label = (
+        line_name = (
             " ".join(filter(None, (*other_parameters, "" if base == "rate" else base))).replace("_", " ")
             or number.unit_words
         )
@@ -207,7 +211,7 @@ def _make_points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, 
         yield (
             x_axis,
             number.unit,
-            label,
+            line_name,
             number.is_bound,
             SweepPoint(size_or_depth, value, lowest, highest, record.case),
         )
@@ -230,9 +234,9 @@ def _is_drawable(value: float) -> bool:
 
 def _list_case_bounds(record: Record, name: str, value: float) -> Iterator[tuple[str, float]]:
     """Yield the name and value of each bound with which the case compared the number `name`."""
-    judgements = record.evidence.get("judged")
-    for judgement in judgements if isinstance(judgements, list) else ():
-        bound = judgement.get("bound") if isinstance(judgement, dict) and judgement.get("number") == name else None
+    checks = record.evidence.get("judged")
+    for check in checks if isinstance(checks, list) else ():
+        bound = check.get("bound") if isinstance(check, dict) and check.get("number") == name else None
         if isinstance(bound, int | float) and not isinstance(bound, bool) and _is_drawable(bound):
             yield ("at least" if bound <= value else "at most"), float(bound)
 
@@ -240,25 +244,25 @@ def _list_case_bounds(record: Record, name: str, value: float) -> Iterator[tuple
 def _make_lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepLine, ...]:
     all_lines = [
         SweepLine(
-            label,
+            line_name,
             tuple(
                 sorted({point.size_or_depth: point for point in points}.values(), key=lambda point: point.size_or_depth)
             ),
             is_bound,
         )
-        for (label, is_bound), points in lines.items()
+        for (line_name, is_bound), points in lines.items()
     ]
     measured_lines = [line for line in all_lines if not line.is_bound]
-    bounds: dict[tuple[tuple[int, float], ...], SweepLine] = {}
+    bound_line_by_values: dict[tuple[tuple[int, float], ...], SweepLine] = {}
     for line in all_lines:
         if line.is_bound:
             bound_values = tuple((point.size_or_depth, point.value) for point in line.points)
             # A bound that several lines share is drawn once, with only the last word of its name.
-            is_shared = bound_values in bounds
-            bounds[bound_values] = SweepLine(
+            is_shared = bound_values in bound_line_by_values
+            bound_line_by_values[bound_values] = SweepLine(
                 line.name.rpartition(" ")[2] if is_shared else line.name, line.points, is_bound=True
             )
-    return (*measured_lines, *bounds.values())
+    return (*measured_lines, *bound_line_by_values.values())
 
 
 def parse_depth(base: str) -> tuple[str, int | None]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_topology"]
 
-_WIDTH = 120
+_LINE_WIDTH = 120
 _DISTANT_NAMES_MAX = 4
 _DISTANCE_TEXTS = {
     Distance.PIX: "below one PCIe switch",
@@ -32,9 +32,9 @@ def describe_topology(topology: Topology) -> str:
     """Return a tree of NUMA nodes, host bridges, PCIe bridges and devices, then the distances from each GPU."""
     if not topology.places:
         return "no GPU, NIC or NVMe on PCI"
-    text = io.StringIO()
-    Console(file=text, width=_WIDTH, color_system=None, highlight=False).print(_make_tree(topology))
-    lines = [text.getvalue().rstrip(), "", *_describe_distances(topology)]
+    output = io.StringIO()
+    Console(file=output, width=_LINE_WIDTH, color_system=None, highlight=False).print(_make_tree(topology))
+    lines = [output.getvalue().rstrip(), "", *_describe_distances(topology)]
     if topology.virtual_machine:
         lines += ["", f"A virtual machine ({topology.virtual_machine}): this tree may differ from the hardware."]
     return "\n".join(lines)
@@ -44,31 +44,35 @@ def _make_tree(topology: Topology) -> Tree:
     root = Tree(Text("this host"))
     branches: dict[tuple[str, ...], Tree] = {}
 
-    def branch(path: tuple[str, ...]) -> Tree:
+    def get_branch(path: tuple[str, ...]) -> Tree:
         if path not in branches:
-            parent = branch(path[:-1]) if len(path) > 1 else root
+            parent = get_branch(path[:-1]) if len(path) > 1 else root
             branches[path] = parent.add(Text(_describe_branch(path, topology)))
         return branches[path]
 
     for device in sorted(
         topology.places, key=lambda device: (-1 if device.numa_node is None else device.numa_node, device.address)
     ):
-        node = "unknown NUMA node" if device.numa_node is None else f"NUMA node {device.numa_node}"
-        branch((node, *device.path)).add(Text(_describe_device(device)))
+        numa_node_text = "unknown NUMA node" if device.numa_node is None else f"NUMA node {device.numa_node}"
+        get_branch((numa_node_text, *device.path)).add(Text(_describe_device(device)))
     return root
 
 
 def _describe_branch(path: tuple[str, ...], topology: Topology) -> str:
-    last = path[-1]
+    last_part = path[-1]
     if len(path) == 1:
-        return last
-    return f"host bridge {last}" if last.startswith("pci") else f"{topology.bridges.get(last, 'bridge')} {last}"
+        return last_part
+    return (
+        f"host bridge {last_part}"
+        if last_part.startswith("pci")
+        else f"{topology.bridges.get(last_part, 'bridge')} {last_part}"
+    )
 
 
 def _describe_device(device: TopologyDevice) -> str:
-    kind = {"gpu": "", "nic": "NIC ", "nvme": "NVMe "}[device.kind]
+    kind_text = {"gpu": "", "nic": "NIC ", "nvme": "NVMe "}[device.kind]
     name = "" if device.name == device.address else f"{device.name} "
-    return f"{kind}{name}{device.address}" + (f"  {device.link}" if device.link else "")
+    return f"{kind_text}{name}{device.address}" + (f"  {device.link}" if device.link else "")
 
 
 def _describe_distances(topology: Topology) -> list[str]:
@@ -77,11 +81,14 @@ def _describe_distances(topology: Topology) -> list[str]:
     gpus = [device for device in topology.places if device.kind == "gpu"]
     used_distances: set[Distance] = set()
     for gpu in gpus:
-        groups: dict[Distance, list[str]] = {}
+        names_by_distance: dict[Distance, list[str]] = {}
         for other_device in (*other_devices, *(other_gpu for other_gpu in gpus if other_gpu.name != gpu.name)):
-            groups.setdefault(topology.distance(gpu.name, other_device.name), []).append(other_device.name)
-        used_distances |= groups.keys()
-        group_texts = [f"{distance.name} {_describe_group(groups[distance], distance)}" for distance in sorted(groups)]
+            names_by_distance.setdefault(topology.distance(gpu.name, other_device.name), []).append(other_device.name)
+        used_distances |= names_by_distance.keys()
+        group_texts = [
+            f"{distance.name} {_describe_group(names_by_distance[distance], distance)}"
+            for distance in sorted(names_by_distance)
+        ]
         lines.append(f"{gpu.name}: {'; '.join(group_texts) or 'no other device on PCI'}")
     return (
         lines

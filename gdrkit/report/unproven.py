@@ -88,19 +88,21 @@ def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
     The first groups are the cases that did not run, unforeseen absences before foreseen ones. Then follow the cases
     that ran on software.
     """
-    not_run: dict[tuple[bool, str, str], list[str]] = {}
-    on_software: dict[tuple[str, str], list[str]] = {}
+    cases_not_run: dict[tuple[bool, str, str], list[str]] = {}
+    cases_on_software: dict[tuple[str, str], list[str]] = {}
     for record in records:
         if record.verdict is Verdict.NOT_RUN:
             for reason in record.reasons:
-                not_run.setdefault((reason.foreseen is True, reason.need or "", reason.text), []).append(record.case)
+                cases_not_run.setdefault((reason.foreseen is True, reason.need or "", reason.text), []).append(
+                    record.case
+                )
         # An earlier case may have loaded other APIs into the same process, so only the APIs that the case needs count.
         for api in measured_apis(record):
             if (name := record.substrate.get(api, "")) in _SOFTWARE_TEXTS:
-                on_software.setdefault((api, name), []).append(record.case)
+                cases_on_software.setdefault((api, name), []).append(record.case)
     groups = [
         UnprovenCases(need, text, needed_hardware(need), ran=False, foreseen=foreseen, cases=tuple(cases))
-        for (foreseen, need, text), cases in sorted(not_run.items())
+        for (foreseen, need, text), cases in sorted(cases_not_run.items())
     ]
     groups += [
         UnprovenCases(
@@ -111,7 +113,7 @@ def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
             foreseen=True,
             cases=tuple(cases),
         )
-        for (api, name), cases in sorted(on_software.items())
+        for (api, name), cases in sorted(cases_on_software.items())
     ]
     if not any(_measures_hardware(record) for record in records):
         groups.append(_NO_RATE_MEASURED)

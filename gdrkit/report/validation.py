@@ -15,9 +15,9 @@ from gdrkit.report.substrate import Substrate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["check_exit_code", "check_started", "check_substrate", "malformed"]
+__all__ = ["check_exit_code", "check_started", "check_substrate", "make_malformed_error"]
 
-_STARTED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
+_START_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 _SUBSTRATES = {substrate.value for substrate in Substrate}
 # Largest exit code of a process (exit(3) keeps 8 bits).
 _EXIT_CODE_MAX = 255
@@ -32,12 +32,12 @@ def check_started(text: str, where: str) -> None:
         ``MALFORMED``: the text has another form, or is not a valid date.
     """
     expected = "a time such as 2026-11-20T12:00:00Z"
-    if _STARTED.fullmatch(text) is None:
-        raise malformed(where, expected, text)
+    if _START_TIME.fullmatch(text) is None:
+        raise make_malformed_error(where, expected, text)
     try:
         dt.datetime.fromisoformat(text)
     except ValueError as error:
-        raise malformed(where, expected, text) from error
+        raise make_malformed_error(where, expected, text) from error
 
 
 def check_substrate(names: Mapping[str, str], where: str) -> None:
@@ -51,7 +51,7 @@ def check_substrate(names: Mapping[str, str], where: str) -> None:
     for api, name in names.items():
         if name not in _SUBSTRATES:
             path = f"{where}.{api}"
-            raise malformed(path, "one of " + ", ".join(sorted(_SUBSTRATES)), name)
+            raise make_malformed_error(path, "one of " + ", ".join(sorted(_SUBSTRATES)), name)
 
 
 def check_exit_code(code: int, where: str) -> None:
@@ -64,9 +64,9 @@ def check_exit_code(code: int, where: str) -> None:
     """
     if not 0 <= code <= _EXIT_CODE_MAX:
         expected = f"0 to {_EXIT_CODE_MAX}"
-        raise malformed(where, expected, code)
+        raise make_malformed_error(where, expected, code)
 
 
-def malformed(where: str, expected: str, actual: object) -> UsageError:
+def make_malformed_error(where: str, expected: str, actual: object) -> UsageError:
     """Return the error for a value with the path `where` that is not as expected."""
     return UsageError(f"{where}: expected {expected}, found {repr(actual)[:80]}", reason=Reason.MALFORMED)

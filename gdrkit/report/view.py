@@ -88,7 +88,7 @@ class View:
     """All data of a run that the templates use.
 
     ``headline`` names the GPUs, NICs and drivers of the host. ``counts`` is the result of :func:`_count_verdicts`.
-    ``library_sets`` has each set of libraries that a case had loaded once, because most cases have the same set.
+    ``library_sets`` has the sets of libraries that cases had loaded, without repetitions: most cases have the same set.
     ``anchors`` maps the id of each case to its HTML id in the page, and ``origins`` to the file and line of its record.
     """
 
@@ -173,7 +173,12 @@ def _make_suites(cases: Sequence[CaseView], anchors: Mapping[str, str]) -> tuple
 
 def _count_verdicts(records: Sequence[Record], anchors: Mapping[str, str]) -> tuple[tuple[str, str, int, str], ...]:
     """Return value, word, number of cases and anchor of the first case, for each verdict."""
-    words = {Verdict.PASS: "passed", Verdict.FAIL: "failed", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}
+    word_by_verdict = {
+        Verdict.PASS: "passed",
+        Verdict.FAIL: "failed",
+        Verdict.UNPROVEN: "unproven",
+        Verdict.NOT_RUN: "not run",
+    }
     counts = Counter(record.verdict for record in records)
     # The verdicts are in the order of interest to the reader. A count of zero is shown for "passed" and "failed" only.
     verdict_order = (Verdict.PASS, Verdict.FAIL, Verdict.UNPROVEN, Verdict.NOT_RUN)
@@ -182,7 +187,8 @@ def _count_verdicts(records: Sequence[Record], anchors: Mapping[str, str]) -> tu
     ]
     first_anchors = {record.verdict: anchors[record.case] for record in reversed(records)}
     return tuple(
-        (verdict.value, words[verdict], counts[verdict], first_anchors.get(verdict, "")) for verdict in listed_verdicts
+        (verdict.value, word_by_verdict[verdict], counts[verdict], first_anchors.get(verdict, ""))
+        for verdict in listed_verdicts
     )
 
 

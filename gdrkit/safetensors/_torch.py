@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from gdrkit.safetensors.layout import Placement
 
-__all__ = ["TorchMaker", "has_torch", "names_to_replace"]
+__all__ = ["TorchMaker", "find_functions_to_replace", "has_torch"]
 
 _BYTE_BITS = 8
 _CUDA_OUT_OF_MEMORY = 2
-# The types of which a byte has several elements.
-_PACKED = tuple(name for name, element_type in ELEMENT_TYPES.items() if element_type.bits < _BYTE_BITS)
+# The types that have several elements per byte.
+_PACKED_TYPES = tuple(name for name, element_type in ELEMENT_TYPES.items() if element_type.bits < _BYTE_BITS)
 
 
 def _import(name: str, *, what_to_do: str) -> Any:
@@ -48,7 +48,7 @@ def has_torch() -> bool:
 
 
 class TorchMaker:
-    """The allocator of memory, and the maker of tensors in it, by torch.
+    """An object that allocates memory and makes tensors in this memory, by torch.
 
     Memory comes from torch's allocator, so that torch counts it, uses it again, and frees its cache if memory is short.
 
@@ -62,11 +62,11 @@ class TorchMaker:
 
     def __init__(self) -> None:
         self._torch = _import("torch", what_to_do="pip install torch, or pass framework='dlpack'")
-        self._dtypes = {
+        self._dtype_by_name = {
             name: getattr(self._torch, element_type.torch_name, None) for name, element_type in ELEMENT_TYPES.items()
         }
-        # Bytes are saved as U8, so that the types of 6 bits, which torch has as bytes, are left out.
-        self._names = {dtype: name for name, dtype in self._dtypes.items() if not name.startswith("F6_")}
+        # torch represents the 6-bit types by bytes. They are left out here, because tensors of bytes are saved as U8.
+        self._name_by_dtype = {dtype: name for name, dtype in self._dtype_by_name.items() if not name.startswith("F6_")}
 
     def device_index(self, device: Any) -> int:
         """Return the index of a device that torch knows: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, 1 or a torch.device."""
@@ -126,28 +126,28 @@ class TorchMaker:
         """Return the address of the memory."""
         return int(buffer.data_ptr())
 
-    def tensors(self, buffer: Any, placements: list[Placement]) -> list[Any]:
+    def make_tensors(self, buffer: Any, placements: list[Placement]) -> list[Any]:
         """Return the tensors in the memory of a file.
 
         Tensors of one type that follow each other and differ in the first dimension only are made by one call of torch.
         """
         views = {name: buffer.view(dtype) for name, dtype in self._list_dtypes(placements).items()}
         tensors: list[Any] = []
-        run: list[int] = []
+        first_dimensions: list[int] = []
         run_type, run_begin, run_end = None, 0, -1
         for _name, dtype, shape, offset_bytes, length_bytes in placements:
-            sizes = _compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape
+            sizes = _compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED_TYPES else shape
             if not (sizes and length_bytes and offset_bytes == run_end and (dtype, sizes[1:]) == run_type):
-                self._add_run(tensors, views, run_type, run_begin, run)
-                run_type, run_begin, run = (dtype, sizes[1:]), offset_bytes, []
+                self._add_run(tensors, views, run_type, run_begin, first_dimensions)
+                run_type, run_begin, first_dimensions = (dtype, sizes[1:]), offset_bytes, []
             if not (sizes and length_bytes):
                 view = views[dtype]
                 tensors.append(view.as_strided(sizes, _compute_strides(sizes), offset_bytes // view.element_size()))
                 run_end = -1
                 continue
-            run.append(sizes[0])
+            first_dimensions.append(sizes[0])
             run_end = offset_bytes + length_bytes
-        self._add_run(tensors, views, run_type, run_begin, run)
+        self._add_run(tensors, views, run_type, run_begin, first_dimensions)
         return tensors
 
     def _add_run(self, tensors: list[Any], views: dict[str, Any], run_type: Any, begin: int, sizes: list[int]) -> None:
@@ -167,7 +167,7 @@ class TorchMaker:
         tensors = self._make_empty_tensors(
             device_index,
             (
-                (_compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape, dtypes[dtype])
+                (_compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED_TYPES else shape, dtypes[dtype])
                 for _name, dtype, shape, _offset_bytes, length_bytes in placements
             ),
         )
@@ -176,11 +176,11 @@ class TorchMaker:
     def _list_dtypes(self, placements: list[Placement]) -> dict[str, Any]:
         """Return the type in torch for each data type of the placements."""
         names = {placement.dtype for placement in placements}
-        types_without_torch = sorted(name for name in names if self._dtypes[name] is None)
+        types_without_torch = sorted(name for name in names if self._dtype_by_name[name] is None)
         if types_without_torch:
             message = f"torch {self._torch.__version__} has no type for {', '.join(types_without_torch)}"
             raise UsageError(message, what_to_do="update torch, or leave these tensors out by `select`")
-        return {name: self._dtypes[name] for name in names}
+        return {name: self._dtype_by_name[name] for name in names}
 
     def describe(self, name: str, tensor: Any) -> tuple[str, tuple[int, ...], TransferBuffer]:
         """Return the data type, the shape and the memory of a tensor to save, after its queued work is complete.
@@ -190,7 +190,7 @@ class TorchMaker:
         UsageError
             The format has no such type, or the tensor is not contiguous.
         """
-        dtype = self._names.get(tensor.dtype)
+        dtype = self._name_by_dtype.get(tensor.dtype)
         if dtype is None or not tensor.is_contiguous():
             cause = "is not contiguous" if dtype else f"has the type {tensor.dtype}, which the format lacks"
             message = f"tensor {name!r} {cause}"
@@ -224,7 +224,7 @@ def _compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def names_to_replace() -> dict[str, Any]:
+def find_functions_to_replace() -> dict[str, Any]:
     """Return the functions of the library safetensors that load a file, by their names.
 
     Raises

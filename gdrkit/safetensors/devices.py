@@ -12,7 +12,7 @@ from gdrkit.buffers import MemoryKind
 from gdrkit.errors import UsageError
 from gdrkit.gds import HOST, Route, TransferBuffer, transfer_ranges
 from gdrkit.safetensors._torch import TorchMaker, has_torch
-from gdrkit.safetensors.layout import Layout, file_share, rows_of
+from gdrkit.safetensors.layout import Layout, find_share, interleave_columns
 from gdrkit.safetensors.tensors import DlpackMaker
 from gdrkit.units import MIB
 
@@ -26,14 +26,14 @@ __all__ = [
     "DeviceLoad",
     "LoadReport",
     "LoadedTensors",
+    "are_shares_faster",
     "copy_to_peers",
-    "maker_of",
+    "create_maker",
     "remember_rates",
-    "shares_are_faster",
 ]
 
 # Numbers of a read in a layout: offset in the file, offset in the memory, length.
-_READ_NUMBERS = 3
+_NUMBERS_PER_READ = 3
 _TORCH_NAMES = frozenset({"pt", "torch", "pytorch"})
 # The time of a smaller load is mostly latency, so it tells nothing about rates.
 _RATE_MIN_BYTES = 16 * MIB
@@ -75,16 +75,16 @@ class LoadedTensors(dict[str, Any]):
     Attributes
     ----------
     report : LoadReport
-        What the load did.
+        The report of the load.
     metadata : list of dict or None
-        The texts of each file, in the order of the files.
+        The metadata of each file, in the order of the files.
     """
 
     report: LoadReport
     metadata: list[dict[str, str] | None]
 
 
-def maker_of(framework: str | None) -> TorchMaker | DlpackMaker:
+def create_maker(framework: str | None) -> TorchMaker | DlpackMaker:
     """Return the object that allocates memory and makes tensors: by torch, or by DLPack.
 
     Parameters
@@ -132,25 +132,27 @@ class DeviceLoad:
         self.buffers.append(tensors)
         self._add(tensors, layout.placements)
         placements = layout.placements
-        if len(layout.reads) == _READ_NUMBERS:
-            addressed_parts = [
-                (address, part) for address, part in zip(addresses, placements, strict=True) if part.length_bytes
+        if len(layout.reads) == _NUMBERS_PER_READ:
+            addressed_placements = [
+                (address, placement)
+                for address, placement in zip(addresses, placements, strict=True)
+                if placement.length_bytes
             ]
-            return rows_of(
-                [layout.reads[0] + part.offset_bytes for _address, part in addressed_parts],
-                [address for address, _part in addressed_parts],
-                [part.length_bytes for _address, part in addressed_parts],
+            return interleave_columns(
+                [layout.reads[0] + placement.offset_bytes for _address, placement in addressed_placements],
+                [address for address, _placement in addressed_placements],
+                [placement.length_bytes for _address, placement in addressed_placements],
             )
         reads, index = array("Q"), 0
         for file_offset, offset, length in zip(layout.reads[0::3], layout.reads[1::3], layout.reads[2::3], strict=True):
             end = offset + length
             while index < len(placements) and placements[index].offset_bytes < end:
                 placement = placements[index]
-                first = max(placement.offset_bytes, offset)
-                last = min(placement.offset_bytes + placement.length_bytes, end)
-                if first < last:
-                    address = addresses[index] + first - placement.offset_bytes
-                    reads.extend((file_offset + first - offset, address, last - first))
+                first_byte = max(placement.offset_bytes, offset)
+                end_byte = min(placement.offset_bytes + placement.length_bytes, end)
+                if first_byte < end_byte:
+                    address = addresses[index] + first_byte - placement.offset_bytes
+                    reads.extend((file_offset + first_byte - offset, address, end_byte - first_byte))
                 if placement.offset_bytes + placement.length_bytes > end:
                     break
                 index += 1
@@ -159,7 +161,7 @@ class DeviceLoad:
     def make_tensors(self) -> None:
         """Make the tensors that share a memory, while their bytes arrive."""
         for buffer, placements in zip(self.buffers, self.placements, strict=False):
-            self._add(self.maker.tensors(buffer, placements), placements)
+            self._add(self.maker.make_tensors(buffer, placements), placements)
 
     def _add(self, tensors: Sequence[Any], placements: Sequence[Placement]) -> None:
         self.tensors.update(zip([placement.name for placement in placements], tensors, strict=True))
@@ -171,17 +173,21 @@ class DeviceLoad:
 
     def start(self, files: Sequence[File], share_index: int, shares_count: int) -> None:
         """Start the transfer of one of several shares of every file."""
-        extents, lengths = array("Q"), 0
+        extents, total_bytes = array("Q"), 0
         for file_index, reads in enumerate(self.reads):
-            share = reads if shares_count == 1 else file_share(reads, share_index, shares_count)
-            extents.extend(rows_of([file_index] * (len(share) // _READ_NUMBERS), share[0::3], share[1::3], share[2::3]))
-            lengths += sum(share[2::3])
+            share = reads if shares_count == 1 else find_share(reads, share_index, shares_count)
+            extents.extend(
+                interleave_columns(
+                    [file_index] * (len(share) // _NUMBERS_PER_READ), share[0::3], share[1::3], share[2::3]
+                )
+            )
+            total_bytes += sum(share[2::3])
         self.maker.wait_for_allocations(self.device_index)
-        self.transfer = transfer_ranges(files, extents, TransferBuffer(0, lengths, self.device_index, self.buffers))
+        self.transfer = transfer_ranges(files, extents, TransferBuffer(0, total_bytes, self.device_index, self.buffers))
 
 
 def remember_rates(loads: Sequence[DeviceLoad], report: LoadReport, *, copy_duration_s: float) -> None:
-    """Remember the rates of a load of several devices for :func:`shares_are_faster`."""
+    """Remember the rates of a load of several devices for :func:`are_shares_faster`."""
     if len(loads) > 1 and report.bytes >= _RATE_MIN_BYTES:
         indices = frozenset(load.device_index for load in loads)
         _read_rates[indices] = report.bytes / report.duration_s
@@ -189,7 +195,7 @@ def remember_rates(loads: Sequence[DeviceLoad], report: LoadReport, *, copy_dura
             _copy_rates[indices] = report.peer_bytes / copy_duration_s
 
 
-def shares_are_faster(files: Sequence[File], indices: Sequence[int], access: Access) -> bool:
+def are_shares_faster(files: Sequence[File], indices: Sequence[int], access: Access) -> bool:
     """Return whether it takes less time to read each byte once and to copy it than to read it once per device.
 
     In a load by shares, each of n devices reads 1/n of the bytes, and copies them to the other devices. The rates of
@@ -223,9 +229,9 @@ def copy_to_peers(loads: Sequence[DeviceLoad]) -> int:
             for peer_load, peer in zip(loads, devices, strict=True):
                 if peer_load is not load:
                     for from_address, to_address, length in _list_copies(load, peer_load, index, len(loads)):
-                        begin, end = _borrow(device, from_address, length), _borrow(peer, to_address, length)
-                        with begin, end:
-                            streams[index].copy(begin, end)
+                        source, target = _borrow(device, from_address, length), _borrow(peer, to_address, length)
+                        with source, target:
+                            streams[index].copy(source, target)
                         copied_bytes += length
         for stream in streams:
             stream.synchronize()
@@ -240,19 +246,19 @@ def _list_copies(
     Reads of a file that follow each other in both memories are one copy.
     """
     for reads in zip(load.reads, peer_load.reads, strict=True):
-        from_share, to_share = (file_share(part, share_index, shares_count) for part in reads)
-        begin = end = joined_bytes = 0
+        from_share, to_share = (find_share(part, share_index, shares_count) for part in reads)
+        from_begin = to_begin = joined_bytes = 0
         for from_address, to_address, length in zip(from_share[1::3], to_share[1::3], from_share[2::3], strict=True):
-            if joined_bytes and (from_address, to_address) == (begin + joined_bytes, end + joined_bytes):
+            if joined_bytes and (from_address, to_address) == (from_begin + joined_bytes, to_begin + joined_bytes):
                 joined_bytes += length
                 continue
             if joined_bytes:
-                yield begin, end, joined_bytes
-            begin, end, joined_bytes = from_address, to_address, length
+                yield from_begin, to_begin, joined_bytes
+            from_begin, to_begin, joined_bytes = from_address, to_address, length
         if joined_bytes:
-            yield begin, end, joined_bytes
+            yield from_begin, to_begin, joined_bytes
 
 
 def _borrow(device: cuda.Device, address: int, length_bytes: int) -> cuda.BorrowedMemory:
-    """Return the memory as an object of gdrkit. Its attributes for NICs are not changed, as borrow() would."""
+    """Return the memory as an object of gdrkit. Unlike borrow(), this function changes no attribute of the memory."""
     return cuda.BorrowedMemory(device, kind=MemoryKind.CUDA, address=address, length_bytes=length_bytes)

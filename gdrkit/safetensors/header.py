@@ -1,4 +1,4 @@
-"""The header of a safetensors file: its strict parser, and the function that packs one.
+"""The header of a safetensors file: its strict parser, and the function that packs a header.
 
 A file begins with the size of the header (8 bytes, little endian). The header is JSON. It has, for each tensor, the
 data type, the shape, and the begin and the end of its bytes in the rest of the file. Source: the section "Format" of
@@ -38,9 +38,9 @@ __all__ = [
 
 # The largest header that safetensors accepts.
 HEADER_BYTES_MAX = 100_000_000
-_SIZE = struct.Struct("<Q")
-_METADATA = "__metadata__"
-_FIELDS = {"dtype", "shape", "data_offsets"}
+_HEADER_SIZE = struct.Struct("<Q")
+_METADATA_KEY = "__metadata__"
+_ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
 # An entry in the form that safetensors writes, without blanks, and the beginning of a header in this form.
 _NUMBER = "(?:0|[1-9][0-9]{0,18})"
 _COMPACT_ENTRY = re.compile(
@@ -100,7 +100,7 @@ ELEMENT_TYPES: Mapping[str, ElementType] = {
     name: ElementType(int(bits), int(code), torch_name)
     for name, bits, code, torch_name in map(str.split, _TYPES.strip().splitlines())
 }
-_BITS = {name: element.bits for name, element in ELEMENT_TYPES.items()}
+_BITS_BY_DTYPE = {name: element.bits for name, element in ELEMENT_TYPES.items()}
 
 
 class TensorEntry(NamedTuple):
@@ -170,16 +170,16 @@ def read_header(file: File) -> Header:
         The kernel cannot read the file.
     """
     path, file_bytes = file.path, file.size_bytes
-    if file_bytes < _SIZE.size:
+    if file_bytes < _HEADER_SIZE.size:
         raise _make_malformed_error(path, f"the file has {file_bytes} bytes; the size of the header alone needs 8")
-    (header_bytes,) = _SIZE.unpack(_read(file, 0, _SIZE.size))
+    (header_bytes,) = _HEADER_SIZE.unpack(_read(file, 0, _HEADER_SIZE.size))
     if header_bytes > HEADER_BYTES_MAX:
         raise _make_malformed_error(path, f"the header may have at most {HEADER_BYTES_MAX} bytes, not {header_bytes}")
-    data_bytes = file_bytes - _SIZE.size - header_bytes
+    data_bytes = file_bytes - _HEADER_SIZE.size - header_bytes
     if data_bytes < 0:
         message = f"the header should have {header_bytes} bytes, but the file has only {file_bytes}"
         raise _make_malformed_error(path, message)
-    return parse_header(_read(file, _SIZE.size, header_bytes), data_bytes=data_bytes, path=path)
+    return parse_header(_read(file, _HEADER_SIZE.size, header_bytes), data_bytes=data_bytes, path=path)
 
 
 def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
@@ -208,7 +208,7 @@ def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
     if data_offset != data_bytes:
         message = f"the tensors have {data_offset} bytes, but {data_bytes} bytes follow the header"
         raise _make_malformed_error(path, message)
-    return Header(tensors, metadata, _SIZE.size + len(text), data_bytes)
+    return Header(tensors, metadata, _HEADER_SIZE.size + len(text), data_bytes)
 
 
 def pack_header(tensors: Iterable[tuple[str, TensorEntry]], metadata: Mapping[str, str] | None) -> bytes:
@@ -219,11 +219,12 @@ def pack_header(tensors: Iterable[tuple[str, TensorEntry]], metadata: Mapping[st
     UsageError
         A name occurs twice or is ``__metadata__``, the metadata are not texts, or the header is too large.
     """
-    document: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
-    if metadata is not None:
-        _check_metadata(document[_METADATA], "metadata")
+    document: dict[str, object] = {} if metadata is None else {_METADATA_KEY: dict(metadata)}
+    if metadata is not None and not _is_metadata(document[_METADATA_KEY]):
+        message = "metadata must have texts as keys and values"
+        raise UsageError(message, reason=Reason.MALFORMED)
     for name, entry in tensors:
-        if name in document or name == _METADATA:
+        if name in document or name == _METADATA_KEY:
             message = f"tensor {name!r} occurs twice" if name in document else f"no tensor may be named {name!r}"
             raise UsageError(message)
         document[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.begin, entry.end)}
@@ -232,52 +233,52 @@ def pack_header(tensors: Iterable[tuple[str, TensorEntry]], metadata: Mapping[st
     if len(text) > HEADER_BYTES_MAX:
         message = f"the header may have at most {HEADER_BYTES_MAX} bytes, not {len(text)}"
         raise UsageError(message, what_to_do="save the tensors in several files")
-    return _SIZE.pack(len(text)) + text
+    return _HEADER_SIZE.pack(len(text)) + text
 
 
 def _parse_compact(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str] | None] | None:
     """Return the entries and the metadata of a header that has the form in which safetensors writes it.
 
     For every other text, and for every error, return None: :func:`_parse_any` then parses it or finds the cause. This
-    takes half as long, because no object is created for each JSON value.
+    function takes half as long, because it does not create an object for each JSON value.
     """
     try:
         header_text = text.decode().rstrip(" ")
-        begin = _COMPACT_BEGIN.match(header_text)
-        if begin is None:
+        begin_match = _COMPACT_BEGIN.match(header_text)
+        if begin_match is None:
             return None
-        metadata = json.loads(begin[1], object_pairs_hook=_make_unique_dict) if begin[1] else None
-        if begin[1]:
+        metadata = json.loads(begin_match[1], object_pairs_hook=_make_unique_dict) if begin_match[1] else None
+        if begin_match[1]:
             _check_metadata(metadata, "")
         tensors: dict[str, TensorEntry] = {}
         shapes: dict[str, tuple[tuple[int, ...], int]] = {}
-        entry_matches = _COMPACT_ENTRY.findall(header_text, begin.end())
-        length = begin.end()
-        for entry_text, name, dtype, sizes, first, last in entry_matches:
-            if sizes not in shapes:
-                shape = tuple(map(int, sizes.split(","))) if sizes else ()
+        entry_matches = _COMPACT_ENTRY.findall(header_text, begin_match.end())
+        matched_length = begin_match.end()
+        for entry_text, name, dtype, sizes_text, begin_text, end_text in entry_matches:
+            if sizes_text not in shapes:
+                shape = tuple(map(int, sizes_text.split(","))) if sizes_text else ()
                 if len(shape) > _DIMENSIONS_MAX or max(shape, default=0) > _INTEGER_MAX:
                     return None
-                shapes[sizes] = shape, math.prod(shape)
-            shape, count = shapes[sizes]
-            offset, end = int(first), int(last)
-            if (end - offset) * 8 != count * _BITS[dtype]:
+                shapes[sizes_text] = shape, math.prod(shape)
+            shape, count = shapes[sizes_text]
+            offset, end = int(begin_text), int(end_text)
+            if (end - offset) * 8 != count * _BITS_BY_DTYPE[dtype]:
                 return None
             # This is faster than the call of TensorEntry.
             tensors[name] = tuple.__new__(TensorEntry, (dtype, shape, offset, end))
-            length += len(entry_text)
+            matched_length += len(entry_text)
     except (ValueError, KeyError, RecursionError, UsageError):
         return None
-    # The pattern may have skipped characters, a comma may be the last one, and a name may be there twice.
-    is_whole = length == len(header_text) and header_text.endswith("}")
-    is_whole = is_whole and len(tensors) == len(entry_matches) and _METADATA not in tensors
-    return (tensors, metadata) if is_whole else None
+    # The pattern may have skipped characters, the text may end with a comma, or a name may occur twice.
+    is_complete = matched_length == len(header_text) and header_text.endswith("}")
+    is_complete = is_complete and len(tensors) == len(entry_matches) and _METADATA_KEY not in tensors
+    return (tensors, metadata) if is_complete else None
 
 
 def _parse_any(text: bytes, path: str) -> tuple[dict[str, TensorEntry], dict[str, str] | None]:
     """Return the entries and the metadata of a header, or raise UsageError with the cause."""
     document = _parse_json(text, path)
-    metadata = document.pop(_METADATA, None)
+    metadata = document.pop(_METADATA_KEY, None)
     if metadata is not None:
         _check_metadata(metadata, path)
     tensors = {}
@@ -324,9 +325,13 @@ def _refuse_number(text: str) -> NoReturn:
     raise ValueError(message)
 
 
+def _is_metadata(metadata: object) -> bool:
+    return isinstance(metadata, dict) and all(isinstance(text, str) for item in metadata.items() for text in item)
+
+
 def _check_metadata(metadata: object, path: str) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for item in metadata.items() for text in item):
-        raise _make_malformed_error(path, f"{_METADATA} must be an object whose values are texts")
+    if not _is_metadata(metadata):
+        raise _make_malformed_error(path, f"{_METADATA_KEY} must be an object whose values are texts")
 
 
 def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> None:
@@ -344,8 +349,8 @@ def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> None:
 
 def _parse_entry(value: Any) -> TensorEntry:  # noqa: ANN401 - any JSON value.
     """Return the entry of a tensor. Raise ValueError with the cause if the value is invalid."""
-    if not isinstance(value, dict) or set(value) != _FIELDS:
-        message = f"an entry must be an object with {', '.join(sorted(_FIELDS))}"
+    if not isinstance(value, dict) or set(value) != _ENTRY_FIELDS:
+        message = f"an entry must be an object with {', '.join(sorted(_ENTRY_FIELDS))}"
         raise ValueError(message)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ELEMENT_TYPES:
@@ -354,7 +359,7 @@ def _parse_entry(value: Any) -> TensorEntry:  # noqa: ANN401 - any JSON value.
         message = f"shape must be at most {_DIMENSIONS_MAX} numbers from 0 to 2**63 - 1, not {shape!r:.80}"
     elif not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:  # noqa: PLR2004 - begin and end.
         message = f"data_offsets must be two numbers from 0 to 2**63 - 1 in order, not {offsets!r:.80}"
-    elif (offsets[1] - offsets[0]) * 8 != math.prod(shape) * _BITS[dtype]:
+    elif (offsets[1] - offsets[0]) * 8 != math.prod(shape) * _BITS_BY_DTYPE[dtype]:
         message = f"{offsets[1] - offsets[0]} bytes do not fit to shape {shape} of {dtype}"
     else:
         return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])

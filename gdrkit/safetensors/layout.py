@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
     from gdrkit.safetensors.header import Header, TensorEntry
 
-__all__ = ["EVERYTHING", "Layout", "Placement", "Select", "TensorIndex", "file_share", "layout_of", "rows_of"]
+__all__ = [
+    "EVERYTHING",
+    "Layout",
+    "Placement",
+    "Select",
+    "TensorIndex",
+    "find_share",
+    "interleave_columns",
+    "make_layout",
+]
 
 # An index of a tensor, as in `tensor[0, 4:8]`. `...` selects the whole tensor, and None selects nothing.
 TensorIndex = SupportsIndex | slice | tuple[object, ...] | object
@@ -76,7 +85,7 @@ class Layout(NamedTuple):
     length_bytes: int
 
 
-def layout_of(header: Header, select: Select | None = None, *, names: Iterable[str] | None = None) -> Layout:
+def make_layout(header: Header, select: Select | None = None, *, names: Iterable[str] | None = None) -> Layout:
     """Return the layout for the selected parts of a file.
 
     Parameters
@@ -127,13 +136,13 @@ def layout_of(header: Header, select: Select | None = None, *, names: Iterable[s
             file_end = begin + length
         else:
             starts = [header.data_offset_bytes + run for run in runs]
-            reads.extend(rows_of(starts, range(offset, memory_end, run_bytes), [run_bytes] * len(starts)))
+            reads.extend(interleave_columns(starts, range(offset, memory_end, run_bytes), [run_bytes] * len(starts)))
     if read_length:
         reads.extend((read_begin, read_offset, read_length))
     return Layout(placements, reads, memory_end)
 
 
-def rows_of(*columns: Sequence[int]) -> array[int]:
+def interleave_columns(*columns: Sequence[int]) -> array[int]:
     """Return the numbers of columns of equal length, row by row."""
     rows = array("Q", bytes(8 * len(columns) * len(columns[0])))
     for index, column in enumerate(columns):
@@ -155,16 +164,17 @@ def _make_part(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | Non
         return entry.shape, (entry.begin,), entry.end - entry.begin
     sizes = entry.shape
     items = _expand_index(name, sizes, index) if isinstance(index, tuple) or not sizes else (index,)
-    # Each run has `count` units that follow each other. A unit is what one position of the dimensions so far has. The
-    # starts are in bits, from the begin of the tensor. The dimensions that the index omits stay complete.
+    # Each run has `count` units that follow each other. A unit is the part of the tensor at one position of the
+    # dimensions so far. The starts of the runs are in bits, from the begin of the tensor. The dimensions that the index
+    # omits stay complete.
     starts, count, unit_bits = [0], 1, (entry.end - entry.begin) * 8
     shape = []
     for size, item in zip(sizes, items, strict=False):
         if isinstance(item, slice):
-            begin, end = _range_of_slice(name, size, item)
+            begin, end = _find_slice_range(name, size, item)
             shape.append(end - begin)
         else:
-            begin = _position_of(name, size, item)
+            begin = _find_position(name, size, item)
             end = begin + 1
         outer_bits, unit_bits = unit_bits, unit_bits // size if size else 0
         if end - begin == size:
@@ -199,7 +209,7 @@ def _expand_index(name: str, shape: tuple[int, ...], index: TensorIndex) -> tupl
     return items
 
 
-def _range_of_slice(name: str, size: int, item: slice) -> tuple[int, int]:
+def _find_slice_range(name: str, size: int, item: slice) -> tuple[int, int]:
     begin, end, step = item.indices(size)
     if step != 1:
         message = f"the step of a slice must be 1, not {step} (tensor {name!r})"
@@ -207,7 +217,7 @@ def _range_of_slice(name: str, size: int, item: slice) -> tuple[int, int]:
     return begin, max(begin, end)
 
 
-def _position_of(name: str, size: int, item: object) -> int:
+def _find_position(name: str, size: int, item: object) -> int:
     if isinstance(item, bool) or not isinstance(item, SupportsIndex):
         message = f"an index may contain only integers, slices and ..., not {item!r:.40} (tensor {name!r})"
         raise UsageError(message)
@@ -218,7 +228,7 @@ def _position_of(name: str, size: int, item: object) -> int:
     return position % size
 
 
-def file_share(reads: array[int], share_index: int, shares_count: int) -> array[int]:
+def find_share(reads: array[int], share_index: int, shares_count: int) -> array[int]:
     """Divide `reads` into `shares_count` shares of equal size, and return the reads of one share."""
     total_bytes = sum(reads[2::3])
     begin = total_bytes * share_index // shares_count

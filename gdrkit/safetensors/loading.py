@@ -18,13 +18,13 @@ from gdrkit.safetensors.devices import (
     DeviceLoad,
     LoadedTensors,
     LoadReport,
+    are_shares_faster,
     copy_to_peers,
-    maker_of,
+    create_maker,
     remember_rates,
-    shares_are_faster,
 )
 from gdrkit.safetensors.header import pause_collector, read_header
-from gdrkit.safetensors.layout import layout_of
+from gdrkit.safetensors.layout import make_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelLoad", "StrPath", "load_file", "load_files", "start_load_files"]
 
-# Interval in which result() looks for progress, in seconds.
+# Interval at which result() reports progress, in seconds.
 _PROGRESS_S = 0.05
 StrPath = str | os.PathLike[str]
 
 
 class ModelLoad:
-    """A load in progress, as a future and as a context manager, whose end cancels a load that is not over.
+    """A load in progress, as a future. It is also a context manager, which cancels a load that is not over.
 
     :func:`start_load_files` creates it.
     """
@@ -49,7 +49,7 @@ class ModelLoad:
     def __init__(
         self, files: list[File], headers: list[Header], devices: list[DeviceLoad], *, shares_count: int, is_list: bool
     ) -> None:
-        self._files, self._headers, self._devices = files, headers, devices
+        self._files, self._headers, self._device_loads = files, headers, devices
         self._shares_count, self._is_list = shares_count, is_list
         # A signal handler may call result() or close() while its thread has the lock.
         self._lock = ForkSafeLock(reentrant=True)
@@ -94,7 +94,7 @@ class ModelLoad:
             See :meth:`gdrkit.gds.Transfer.result`. The error names the file. The memory is freed.
         """
         with self._lock:
-            devices = self._devices  # result() in a signal handler, from here on, sets the member to an empty list.
+            devices = self._device_loads  # A result() in a signal handler clears the member.
             if self._loaded_tensors is None:
                 self._require_open()
                 try:
@@ -103,7 +103,7 @@ class ModelLoad:
                 except BaseException:
                     self._abandon()
                     raise
-                self._devices = []
+                self._device_loads = []
         return self._loaded_tensors if self._is_list else self._loaded_tensors[0]
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class ModelLoad:
         self.close()
 
     def _list_transfers(self) -> list[Transfer]:
-        return [load.transfer for load in self._devices if load.transfer is not None]
+        return [load.transfer for load in self._device_loads if load.transfer is not None]
 
     def _finish(self, devices: list[DeviceLoad], on_progress: Callable[[int, int], None] | None) -> list[LoadedTensors]:
         """Wait for the transfers of the devices, and return the tensors. A signal handler gets the same tensors."""
@@ -131,7 +131,7 @@ class ModelLoad:
                 on_progress(self.bytes_moved, total_bytes)
             on_progress(self.bytes_moved, total_bytes)
         results = [transfer.result() for transfer in transfers]
-        began_s = time.monotonic()
+        copy_start_s = time.monotonic()
         report = LoadReport(
             route=results[0].route,
             bytes=sum(result.bytes for result in results),
@@ -139,7 +139,7 @@ class ModelLoad:
             peer_bytes=copy_to_peers(devices) if self._shares_count > 1 else 0,
             duration_s=max(result.duration_s for result in results),
         )
-        remember_rates(devices, report, copy_duration_s=time.monotonic() - began_s)
+        remember_rates(devices, report, copy_duration_s=time.monotonic() - copy_start_s)
         for file in self._files:
             file.close()
         tensors_of_devices = [load.tensors for load in devices]
@@ -162,9 +162,9 @@ class ModelLoad:
                 transfer.exception()
         for file in self._files:
             file.close()
-        for device_load in self._devices:
+        for device_load in self._device_loads:
             device_load.drop()
-        self._devices = []
+        self._device_loads = []
 
 
 def start_load_files(
@@ -197,9 +197,10 @@ def start_load_files(
     access : str
         See :class:`gdrkit.gds.File`.
     share : bool or None
-        How several devices get the bytes. True: each device reads a share and copies it to the others. False: each
-        device reads all bytes. None: the faster of both, by the rates of the earlier loads of this process. The first
-        load is shared if all devices have peer access to each other. A load with a list of selections is not shared.
+        The method by which several devices get the bytes. True: each device reads a share and copies it to the others.
+        False: each device reads all bytes. None: the faster of both, by the rates of the earlier loads of this process.
+        The first load is shared if all devices have peer access to each other. A load with a list of selections is not
+        shared.
 
     Raises
     ------
@@ -209,7 +210,7 @@ def start_load_files(
     ApiError
         The kernel does not open a file, or a device has too little memory.
     """
-    maker = maker_of(framework)
+    maker = create_maker(framework)
     indices = [maker.device_index(name) for name in (device if isinstance(device, list | tuple) else [device])]
     if not indices or len(set(indices)) != len(indices):
         message = f"device must name at least one device, and none twice, not {device!r}"
@@ -225,7 +226,7 @@ def start_load_files(
             headers = [read_header(file) for file in files]
             _check_names(files, headers)
         may_share = len(indices) > 1 and not isinstance(select, list | tuple)
-        is_shared = may_share and (shares_are_faster(files, indices, access) if share is None else share)
+        is_shared = may_share and (are_shares_faster(files, indices, access) if share is None else share)
         open_resources.pop_all()
     shares_count = len(indices) if is_shared else 1
     load = ModelLoad(files, headers, devices, shares_count=shares_count, is_list=isinstance(device, list | tuple))
@@ -235,7 +236,7 @@ def start_load_files(
             # The transfer of one device runs while the layouts of the next one are computed.
             with pause_collector():
                 if index == 0 or selection is not selections[index - 1]:
-                    layouts = [layout_of(header, selection) for header in headers]
+                    layouts = [make_layout(header, selection) for header in headers]
                 for layout in layouts:
                     device_load.place(layout)
             device_load.start(files, index if is_shared else 0, shares_count)

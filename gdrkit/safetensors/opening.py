@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 from gdrkit.errors import UsageError
 from gdrkit.forks import ForkSafeLock
 from gdrkit.gds import File
-from gdrkit.safetensors.devices import DeviceLoad, maker_of
+from gdrkit.safetensors.devices import DeviceLoad, create_maker
 from gdrkit.safetensors.header import pause_collector, read_header
-from gdrkit.safetensors.layout import EVERYTHING, layout_of
+from gdrkit.safetensors.layout import EVERYTHING, make_layout
 from gdrkit.safetensors.loading import ModelLoad
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
     device : str, int or torch.device
         The device that gets the tensors.
     backend : str or None
-        Ignored. This parameter only lets a call of safetensors' ``safe_open`` stay unchanged.
+        This parameter is ignored. It only lets a call of safetensors' ``safe_open`` stay unchanged.
     whole_file : bool
         True: the first access to a whole tensor loads the whole file, and later accesses return its tensors. This is
         faster if a program takes all tensors one after the other, in any number of threads.
@@ -55,7 +55,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         backend: str | None = None,  # noqa: ARG002
         whole_file: bool = False,
     ) -> None:
-        self._maker = maker_of(framework)
+        self._maker = create_maker(framework)
         self._device_index = self._maker.device_index(device)
         self._whole_file = whole_file
         # A signal handler may load a tensor while its thread has the lock.
@@ -83,13 +83,13 @@ class safe_open:  # noqa: N801 - the name in safetensors.
 
     def get_tensor(self, name: str) -> Any:  # noqa: ANN401 - a tensor.
         """Load a tensor and return it."""
-        return self._find_part(name, EVERYTHING)
+        return self._load_part(name, EVERYTHING)
 
     def get_tensors(self) -> LoadedTensors:
         """Load all tensors and return them by their names."""
         with self._lock:
             if self._loaded_tensors is None:
-                loaded_tensors = self._load(layout_of(self._header))
+                loaded_tensors = self._load(make_layout(self._header))
                 if self._loaded_tensors is None:  # Else a signal handler has loaded them meanwhile.
                     self._loaded_tensors = loaded_tensors
             return self._loaded_tensors
@@ -110,11 +110,11 @@ class safe_open:  # noqa: N801 - the name in safetensors.
             raise UsageError(message, what_to_do="keys() returns the names")
         return entry
 
-    def _find_part(self, name: str, index: TensorIndex) -> Any:  # noqa: ANN401 - a tensor.
+    def _load_part(self, name: str, index: TensorIndex) -> Any:  # noqa: ANN401 - a tensor.
         self._find_entry(name)
         if self._whole_file and index is EVERYTHING:
             return self.get_tensors()[name]
-        (tensor,) = self._load(layout_of(self._header, lambda *_: index, names=[name])).values()
+        (tensor,) = self._load(make_layout(self._header, lambda *_: index, names=[name])).values()
         return tensor
 
     def _load(self, layout: Layout) -> LoadedTensors:
@@ -141,15 +141,15 @@ class TensorSlice:
     """A tensor of an open file. Its index loads a part: numbers, slices without a step, and ``...``."""
 
     def __init__(self, file: safe_open, name: str, entry: TensorEntry) -> None:
-        self._file, self._name, self._find_entry = file, name, entry
+        self._file, self._name, self._entry = file, name, entry
 
     def get_shape(self) -> list[int]:
         """Return the shape of the whole tensor."""
-        return list(self._find_entry.shape)
+        return list(self._entry.shape)
 
     def get_dtype(self) -> str:
         """Return the data type, such as ``BF16``."""
-        return self._find_entry.dtype
+        return self._entry.dtype
 
     def __getitem__(self, index: TensorIndex) -> Any:  # noqa: ANN401 - a tensor.
         """Load the part, and return it as a tensor. Only its bytes are read."""
@@ -157,4 +157,4 @@ class TensorSlice:
             message = "an index may contain only integers, slices and ..., not None"
             raise UsageError(message)
         is_everything = index in ((), (EVERYTHING,)) if isinstance(index, tuple) else index is EVERYTHING
-        return self._file._find_part(self._name, EVERYTHING if is_everything else index)  # noqa: SLF001 - one interface.
+        return self._file._load_part(self._name, EVERYTHING if is_everything else index)  # noqa: SLF001 - one interface.

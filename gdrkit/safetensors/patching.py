@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from gdrkit.errors import Reason, UsageError
-from gdrkit.safetensors._torch import names_to_replace
+from gdrkit.safetensors._torch import find_functions_to_replace
 from gdrkit.safetensors.loading import load_file
 from gdrkit.safetensors.opening import safe_open
 
@@ -42,7 +42,7 @@ def patch(device: Any = None) -> Iterator[None]:  # noqa: ANN401 - every form in
     UsageError
         BUSY: another block is active.
     """
-    original_functions = names_to_replace()
+    original_functions = find_functions_to_replace()
     replacements = {"safe_open": _make_opener(device), "load_file": _make_loader(device)}
     if not _lock.acquire(blocking=False):
         message = "the functions of safetensors are already replaced, by another block of patch()"
@@ -62,8 +62,8 @@ def _make_opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
     class PatchedOpen(safe_open):
         """:class:`safe_open` for one device, which loads a file at the first access to a whole tensor."""
 
-        def __init__(self, filename: Any, framework: str = "pt", device_named: Any = "cpu", **options: Any) -> None:  # noqa: ANN401
-            device_name = options.pop("device", device_named)
+        def __init__(self, filename: Any, framework: str = "pt", named_device: Any = "cpu", **options: Any) -> None:  # noqa: ANN401
+            device_name = options.pop("device", named_device)
             super().__init__(filename, framework, device_name if device is None else device, whole_file=True, **options)
 
     return PatchedOpen
@@ -71,9 +71,9 @@ def _make_opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
 
 def _make_loader(device: Any) -> Any:  # noqa: ANN401 - see patch.
     @functools.wraps(load_file)
-    def load(filename: Any, device_named: Any = "cpu", **options: Any) -> Any:  # noqa: ANN401
+    def load(filename: Any, named_device: Any = "cpu", **options: Any) -> Any:  # noqa: ANN401
         options.pop("backend", None)
-        device_name = options.pop("device", device_named)
+        device_name = options.pop("device", named_device)
         return load_file(filename, device_name if device is None else device, framework="pt", **options)
 
     return load
@@ -81,9 +81,9 @@ def _make_loader(device: Any) -> Any:  # noqa: ANN401 - see patch.
 
 def _replace(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Replace objects in the namespaces of all imported modules. A module may have given them other names."""
-    names = {id(value): name for name, value in old.items()}
+    name_by_id = {id(value): name for name, value in old.items()}
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", {})
         for attribute, value in list(namespace.items()):
-            if id(value) in names:
-                namespace[attribute] = new[names[id(value)]]
+            if id(value) in name_by_id:
+                namespace[attribute] = new[name_by_id[id(value)]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit.gds import TransferBuffer, transfer_ranges
 from gdrkit.gds.new_file import new_file, open_destination
-from gdrkit.safetensors.devices import maker_of
+from gdrkit.safetensors.devices import create_maker
 from gdrkit.safetensors.header import ELEMENT_TYPES, TensorEntry, pack_header
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["save_file"]
 
-_ORDER = {name: position for position, name in enumerate(ELEMENT_TYPES)}
+_POSITION_BY_DTYPE = {name: position for position, name in enumerate(ELEMENT_TYPES)}
 _NEW_FILE_BITS = 0o666
 
 
@@ -55,9 +55,9 @@ def save_file(
     TransferFailed
         The disk is full, or a call failed.
     """
-    maker = maker_of(framework)
+    maker = create_maker(framework)
     descriptions = [(name, *maker.describe(name, tensor)) for name, tensor in tensors.items()]
-    descriptions.sort(key=lambda item: (-_ORDER[item[1]], item[0]))
+    descriptions.sort(key=lambda item: (-_POSITION_BY_DTYPE[item[1]], item[0]))
     entries, data_offset = [], 0
     for name, dtype, shape, memory in descriptions:
         entries.append((name, TensorEntry(dtype, shape, data_offset, data_offset + memory.length_bytes)))

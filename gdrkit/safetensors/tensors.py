@@ -77,7 +77,7 @@ class TensorBuffer:
 class ModelTensor:
     """A tensor in device memory or host memory, for every library that takes DLPack.
 
-    ``torch.from_dlpack(tensor)``, ``cupy.from_dlpack(tensor)`` and their like make an array of the same memory.
+    ``torch.from_dlpack(tensor)``, ``cupy.from_dlpack(tensor)`` and similar functions make an array of the same memory.
 
     Attributes
     ----------
@@ -111,7 +111,7 @@ class ModelTensor:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's type and index of the device."""
-        return cuda.dlpack_device(self._cuda_index_or_none())
+        return cuda.dlpack_device(self._find_cuda_index())
 
     def __dlpack__(
         self,
@@ -146,11 +146,11 @@ class ModelTensor:
             self.address,
             shape=shape,
             element=(element.dlpack_code, element.bits, lanes),
-            device_index=self._cuda_index_or_none(),
+            device_index=self._find_cuda_index(),
             is_versioned=max_version is not None and max_version[0] >= 1,
         )
 
-    def _cuda_index_or_none(self) -> int | None:
+    def _find_cuda_index(self) -> int | None:
         return None if self.device_index == HOST else self.device_index
 
     def __repr__(self) -> str:
@@ -159,7 +159,7 @@ class ModelTensor:
 
 
 class DlpackMaker:
-    """The allocator of memory, and the maker of tensors in it, for programs without torch."""
+    """An object that allocates memory and makes tensors in this memory, for programs without torch."""
 
     name = "dlpack"
 
@@ -184,7 +184,7 @@ class DlpackMaker:
         """Return the address of the memory."""
         return buffer.address
 
-    def tensors(self, buffer: TensorBuffer, placements: list[Placement]) -> list[ModelTensor]:
+    def make_tensors(self, buffer: TensorBuffer, placements: list[Placement]) -> list[ModelTensor]:
         """Return the tensors in the memory of a file."""
         return [ModelTensor(buffer, placement) for placement in placements]
 

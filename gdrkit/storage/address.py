@@ -104,8 +104,8 @@ class ServerAddress:
 @contextlib.contextmanager
 def _shorten_name(path: Path) -> Iterator[str]:
     """Yield another path of the socket, through /proc, that fits into the 108 bytes of a unix socket address."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
+        yield f"/proc/self/fd/{folder_fd}/{path.name}"
     finally:
-        os.close(folder)
+        os.close(folder_fd)

@@ -56,7 +56,7 @@ class Batch:
         self.opcode = opcode
         self._limits = limits
         self._forbid_holes = forbid_holes
-        self._checksum = checksum
+        self._uses_checksums = checksum
         self._requests: list[tuple[IORequest, list[IOBuffer]]] = []
 
     def add(self, request: IORequest, queue_pairs: Iterator[tuple[int, Nic]]) -> None:
@@ -86,14 +86,14 @@ class Batch:
         """
         result_iterator = iter(results)
         return [
-            self._join(request, subranges, [next(result_iterator) for _ in subranges])
+            self._join_results(request, subranges, [next(result_iterator) for _ in subranges])
             for request, subranges in self._requests
         ]
 
     def _split(self, buffer: IOBuffer) -> list[IOBuffer]:
         """Return the subranges of a buffer, one for each operation."""
         length_bytes_max = min(_OPERATION_BYTES_MAX, self._limits.length_bytes_max)
-        if self.opcode is IoOpcode.WRITE and self._checksum and not buffer.is_device_memory:
+        if self.opcode is IoOpcode.WRITE and self._uses_checksums and not buffer.is_device_memory:
             length_bytes_max = min(length_bytes_max, self._limits.checksum_given_bytes_max)
         return [
             buffer.subrange(offset_bytes=begin, length_bytes=min(length_bytes_max, buffer.length_bytes - begin))
@@ -108,7 +108,7 @@ class Batch:
                 return flags | OperationFlag.CHECKSUM_WANTED, 0
             # The device zeroes holes itself, so that the zeros need not be sent.
             return flags | (OperationFlag.REPORT_HOLES if subrange.can_zero else OperationFlag(0)), 0
-        if not self._checksum:
+        if not self._uses_checksums:
             return flags, 0
         if subrange.is_device_memory:
             return flags | OperationFlag.CHECKSUM_WANTED, 0
@@ -134,7 +134,7 @@ class Batch:
             checksum=checksum,
         )
 
-    def _join(self, request: IORequest, subranges: list[IOBuffer], results: list[Result]) -> StorageResult:
+    def _join_results(self, request: IORequest, subranges: list[IOBuffer], results: list[Result]) -> StorageResult:
         """Return the result of a request from the results of its operations."""
         operation_name = self.opcode.name.lower()
         length_bytes, hole_bytes, checksums, is_complete = 0, 0, [], True

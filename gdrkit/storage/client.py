@@ -86,26 +86,28 @@ class StorageClient:
         self._timeout_s = timeout_ms / 1000
         # Calls run one after the other, because the data connection serves one thread at a time.
         self._lock = threading.RLock()
-        self._on_close = ReleaseStack()
+        self._close_actions = ReleaseStack()
         self._is_closed = False
         self._pools: dict[Allocator, MemoryPool] = {}
         try:
             self.nics = self._open_nics() if nics is None else tuple(nics)
             # The caches of registered device memory, each by the NICs with which it registers.
             self._caches: dict[tuple[verbs.Nic, ...], RegionCache] = {}
-            self._on_close.push(self._close_caches)
+            self._close_actions.push(self._close_caches)
             self._orderings: dict[int, Ordering] = {}  # By the number of the GPU.
             self._session = self._begin_session(token)
-            self._on_close.push(self._session.close)
+            self._close_actions.push(self._session.close)
             self._transfers = Transfers(self._session.data, outstanding_max=self._session.limits.outstanding_max)
-            self._on_close.push(self._transfers.close)
+            self._close_actions.push(self._transfers.close)
         except BaseException as error:
-            self._on_close.run_after(error)
+            self._close_actions.run_after(error)
             raise
         # The index of the queue pair of each NIC.
-        self._queue_pair_of = {nic: index for index, nic in enumerate(self.nics[: len(self._session.queue_pairs)])}
+        self._queue_pair_index_by_nic = {
+            nic: index for index, nic in enumerate(self.nics[: len(self._session.queue_pairs)])
+        }
         # Operations on host memory use the queue pairs in turn.
-        self._host_nics_in_turn = itertools.cycle(self._queue_pair_of)
+        self._host_nics_in_turn = itertools.cycle(self._queue_pair_index_by_nic)
         self._handle = Handle("storage.client")
         forks.register(self)
 
@@ -196,7 +198,7 @@ class StorageClient:
             pool = self._pools.get(allocator)
             if pool is None:
                 pool = self._pools[allocator] = MemoryPool(allocator)
-                self._on_close.push(pool.close)
+                self._close_actions.push(pool.close)
         pooled_memory = pool.allocate(length_bytes)
         try:
             cache = self._find_cache(pooled_memory.memory)
@@ -215,9 +217,9 @@ class StorageClient:
         Raises
         ------
         ApiError
-            The first transfer that failed, with the errno of the server. EIO: the bytes of the file differ from those
-            that were written. ENODATA: the file has a hole, and `forbid_holes` is set. EREMOTEIO: the server is gone,
-            or could not access the memory.
+            The first transfer that failed, with the errno of the server. EIO: the bytes of the file differ from the
+            bytes that were written. ENODATA: the file has a hole, and `forbid_holes` is set. EREMOTEIO: the server is
+            gone, or could not access the memory.
         DataMismatch
             Bytes that arrived in host memory differ from the bytes that the server sent.
         """
@@ -254,7 +256,7 @@ class StorageClient:
         with self._lock:
             if self._is_closed:
                 return
-            self._on_close.run()
+            self._close_actions.run()
             self._is_closed = True
             self._handle.release()
 
@@ -266,14 +268,14 @@ class StorageClient:
         # Another thread of the parent may have held the lock during the fork.
         self._lock = threading.RLock()
         # The child must not release the objects of the parent, so it keeps references to them.
-        self._parent_resources = self._on_close
-        self._on_close = ReleaseStack()
+        self._objects_of_parent = self._close_actions
+        self._close_actions = ReleaseStack()
         self._is_closed = True
 
     def _open_nics(self) -> tuple[verbs.Nic, ...]:
         nics = verbs.open_active_nics()
         for nic in nics:
-            self._on_close.push(nic.close)
+            self._close_actions.push(nic.close)
         if not nics:
             message = "no NIC has an active port"
             raise UsageError(message, reason=Reason.NO_DEVICE)
@@ -319,7 +321,7 @@ class StorageClient:
             self._check_open()
             nics = self.nics
             if isinstance(memory, CudaMemory):
-                nics = self.placement.usable(memory.device, tuple(self._queue_pair_of))
+                nics = self.placement.usable(memory.device, tuple(self._queue_pair_index_by_nic))
             cache = self._caches.get(nics)
             if cache is None:
                 cache = self._caches[nics] = RegionCache(nics)
@@ -335,7 +337,7 @@ class StorageClient:
         gpu_pci_bus_id = "" if device is None else device.pci_bus_id
         while True:
             nic = next(self._host_nics_in_turn) if device is None else self.placement.choose(gpu_pci_bus_id, nics)
-            yield self._queue_pair_of[nic], nic
+            yield self._queue_pair_index_by_nic[nic], nic
 
     def _forget_reach(self, requests: Sequence[IORequest]) -> None:
         """Forget the reach of the GPUs of a failed transfer, so that the next registration measures it again."""

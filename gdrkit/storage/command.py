@@ -47,7 +47,7 @@ def serve(
     """
     logging.basicConfig(level=logging.INFO, format="gdrkit serve: %(message)s", stream=sys.stderr)
     raise_open_files_limit()
-    # Agents of root write for other users, who must not write with these rights of root.
+    # The agent of root writes for other users. Their writes must not have these rights of root.
     drop_write_capabilities()
     # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})

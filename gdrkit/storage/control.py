@@ -1,6 +1,6 @@
 """Packing and parsing of control messages, which are the payload of control frames.
 
-Received messages are checked against the types and limits of :mod:`gdrkit.storage.messages`. Anything else raises
+Received messages are checked against the types and limits of :mod:`gdrkit.storage.messages`. An invalid message raises
 :class:`UsageError`.
 """
 
@@ -36,7 +36,7 @@ RANGES_MAX = 1024
 # Largest number of groups of a user, as in Linux, and largest number of a user or a group.
 _GROUPS_MAX, _ID_MAX = 65536, (1 << 32) - 2
 # The largest number in a message.
-_INT63 = (1 << 63) - 1
+_NUMBER_MAX = (1 << 63) - 1
 
 Request: TypeAlias = Union[  # noqa: UP007 - Union is easier to read than 23 types with |.
     messages.StorageHello,
@@ -243,7 +243,7 @@ def _check_values(value: object, where: str, *, name: str = "") -> None:
         if name != "token" and not _is_name(value):
             message = f"{where}: a lone surrogate must stand for a byte (U+DC80 to U+DCFF), as in os.fsdecode()"
             raise UsageError(message)
-    elif isinstance(value, int) and not (-_INT63 if name in _TIME_FIELDS else 0) <= value <= _INT63:
+    elif isinstance(value, int) and not (-_NUMBER_MAX if name in _TIME_FIELDS else 0) <= value <= _NUMBER_MAX:
         # stat(2) has inodes of 64 bits, but no file system of Linux uses the highest bit.
         message = f"{where}: {str(value)[:40]} is out of range"
         raise UsageError(message, reason=Reason.MALFORMED)
@@ -259,7 +259,7 @@ def _is_name(text: str) -> bool:
 
 
 def _check_request(request: Request, where: str) -> None:
-    """Check the rules of single requests, such as exactly one of path and handle. `where` names the request."""
+    """Check rules such as: exactly one of path and handle must be set. `where` names the request in errors."""
     problem = ""
     match request:
         case messages.StorageHello(lanes=lanes) if not 0 < len(lanes) <= messages.LANES_MAX:

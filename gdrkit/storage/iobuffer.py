@@ -31,7 +31,7 @@ class _Fillable(Protocol):
     """Device memory that its device can fill."""
 
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
-        """Set bytes by a call of the device, and wait for it."""
+        """Set bytes by a call of the device, and wait until the call is complete."""
 
 
 class _SharedRegistration:
@@ -45,7 +45,7 @@ class _SharedRegistration:
         self.view: memoryview | None = None
         self.memory: DeviceBuffer | None = None
         self.lease: Lease | None = None
-        self.on_close = ReleaseStack()
+        self.close_actions = ReleaseStack()
         self.closed = False
         self.handle = Handle("storage.iobuffer")
 
@@ -54,7 +54,7 @@ class _SharedRegistration:
             return
         if self.view is not None:
             self.view.release()
-        self.on_close.run()
+        self.close_actions.run()
         self.closed = True
         self.handle.release()
 
@@ -84,7 +84,7 @@ class IOBuffer:
         try:
             for nic in nics:
                 region = nic.register_host(buffer)
-                registration.on_close.push(region.close)
+                registration.close_actions.push(region.close)
                 registration.regions[nic] = region
             registration.view = memoryview(buffer).cast("B")
         except BaseException:
@@ -119,14 +119,14 @@ class IOBuffer:
         registration.lease = lease
         registration.memory = memory
         if after_close is not None:
-            registration.on_close.push(after_close)
-        registration.on_close.push(lease.close)
+            registration.close_actions.push(after_close)
+        registration.close_actions.push(lease.close)
         length_bytes = memory.length_bytes if length_bytes is None else length_bytes
         return cls(registration, offset_bytes=0, length_bytes=length_bytes, is_subrange=False)
 
     @classmethod
     def of_pool(cls, pooled_memory: PooledMemory, cache: RegionCache) -> Self:
-        """Lease a registration of pooled memory. It returns to the pool after the lease, or if this method raises."""
+        """Lease a registration of pooled memory. The memory returns to the pool after the lease or an error here."""
         try:
             return cls.of_device(
                 pooled_memory.memory, cache, length_bytes=pooled_memory.length_bytes, after_close=pooled_memory.close

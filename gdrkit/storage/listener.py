@@ -142,8 +142,11 @@ class Listener:
 
     def _timeout_s(self) -> float | None:
         """Return the time until the next deadline or log line, or None if there is neither."""
-        oldest = next(iter(self._waiting_connections), None)
-        times_s = [oldest.deadline_s if oldest is not None else None, self._refusal_log.next_line_at_s()]
+        oldest_connection = next(iter(self._waiting_connections), None)
+        times_s = [
+            oldest_connection.deadline_s if oldest_connection is not None else None,
+            self._refusal_log.next_line_at_s(),
+        ]
         next_s = min((time_s for time_s in times_s if time_s is not None), default=None)
         return None if next_s is None else max(0.0, next_s - time.monotonic())
 
@@ -201,8 +204,10 @@ class Listener:
     def _refuse_expired(self) -> None:
         """Refuse the waiting connections whose deadline has passed."""
         now_s = time.monotonic()
-        while (oldest := next(iter(self._waiting_connections), None)) is not None and oldest.deadline_s <= now_s:
-            self._refuse(oldest, f"without a complete first request in {_REQUEST_TIMEOUT_S:g} s")
+        while (
+            oldest_connection := next(iter(self._waiting_connections), None)
+        ) is not None and oldest_connection.deadline_s <= now_s:
+            self._refuse(oldest_connection, f"without a complete first request in {_REQUEST_TIMEOUT_S:g} s")
 
     def _read_request(self, waiting_connection: _WaitingConnection) -> None:
         """Read the bytes that have arrived. If the first request is complete, call `admit`."""
@@ -226,7 +231,7 @@ class Listener:
         self._refusal_log.add(reason, waiting_connection.address)
 
     def _remove(self, waiting_connection: _WaitingConnection) -> None:
-        """Remove a connection from the waiting ones, if it is one of them."""
+        """Remove a connection from the waiting connections, if it is one of them."""
         if waiting_connection in self._waiting_connections:
             self._selector.unregister(waiting_connection.connection)
             del self._waiting_connections[waiting_connection]

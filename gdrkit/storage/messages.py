@@ -378,7 +378,7 @@ class Utimens:
 
 @dataclass(frozen=True, slots=True)
 class Chown:
-    """Change the user and the group. None keeps one. Only a session with :class:`SetUser` may do this (EPERM)."""
+    """Change the user and the group. None keeps a value. Only a session with :class:`SetUser` may do this (EPERM)."""
 
     path: str
     uid: int | None = None

@@ -83,8 +83,8 @@ class StorageServer:
             self.address = ServerAddress(host=host, port=port)
         self._listener = Listener(listening_socket, self._admit)
         self._handle = Handle("storage.server")
-        self._acceptor = threading.Thread(target=self._listener.run, name="gdrkit-serve", daemon=True)
-        self._acceptor.start()
+        self._listener_thread = threading.Thread(target=self._listener.run, name="gdrkit-serve", daemon=True)
+        self._listener_thread.start()
 
     @property
     def nics(self) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ class StorageServer:
     def _end_threads(self, timeout_s: float) -> None:
         """Stop accepting, shut all connections down, and wait for the threads."""
         self._listener.stop()
-        join_threads([self._acceptor], timeout_s=timeout_s)
+        join_threads([self._listener_thread], timeout_s=timeout_s)
         with self._lock:
             threads = dict(self._threads)
         for connection in threads.values():

@@ -91,7 +91,7 @@ class StorageSession:
         self._lock = threading.Lock()
         self._sequence = 0
         self._failure = ""
-        self._on_close = ReleaseStack()
+        self._close_actions = ReleaseStack()
         try:
             self._control = self._open_connection()
             self.queue_pairs = tuple(self._create_queue_pair(nic) for nic in nics[: messages.LANES_MAX])
@@ -101,9 +101,9 @@ class StorageSession:
             data_connection = self._open_connection()
             self._exchange(data_connection, messages.Attach(reply.session), messages.Done)
             self.data = data_connection.detach_socket()
-            self._on_close.push(self.data.close)
+            self._close_actions.push(self.data.close)
         except BaseException as error:
-            self._on_close.run_after(error)
+            self._close_actions.run_after(error)
             raise
 
     def request(self, request: Request, reply_type: type[_Reply], *, descriptors: Sequence[int] = ()) -> _Reply:
@@ -140,19 +140,19 @@ class StorageSession:
 
     def close(self) -> None:
         """End the session: destroy the queue pairs and close both connections. A second close does nothing."""
-        self._on_close.run()
+        self._close_actions.run()
 
     def _open_connection(self) -> ControlConnection:
         connection = ControlConnection(self._connect())
-        self._on_close.push(connection.close)
+        self._close_actions.push(connection.close)
         connection.set_timeout(self._timeout_s)
         return connection
 
     def _create_queue_pair(self, nic: Nic) -> QueuePair:
         completion_queue = nic.completion_queue(depth=1)
-        self._on_close.push(completion_queue.close)
+        self._close_actions.push(completion_queue.close)
         queue_pair = nic.queue_pair(completion_queue, sends_max=1, receives_max=1)
-        self._on_close.push(queue_pair.close)
+        self._close_actions.push(queue_pair.close)
         return queue_pair
 
     def _begin_session(self, client: str, token: str | None, replaces: str | None) -> messages.HelloReply:
@@ -165,7 +165,7 @@ class StorageSession:
             raise UsageError(message, reason=Reason.MALFORMED)
         for queue_pair, endpoint in zip(self.queue_pairs, reply.lanes, strict=True):
             queue_pair.connect(Endpoint.from_dict(endpoint), reads_max=reply.limits.reads_max)
-            self._on_close.push(queue_pair.fail)
+            self._close_actions.push(queue_pair.fail)
         return reply
 
     def _exchange(

@@ -23,7 +23,7 @@ from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.host import PrivateFolder, acting_as, allow_set_group_id, drop_write_capabilities, separate_umask
 from gdrkit.storage._native import engine
 from gdrkit.storage.messages import FileStat, FolderEntry, ListReply, StatfsReply
-from gdrkit.storage.token import PRIVATE_FOLDER, checked_token
+from gdrkit.storage.token import PRIVATE_FOLDER, read_valid_token
 from gdrkit.storage.wire import CONTROL_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ __all__ = ["FileStore", "file_stat"]
 
 # Names in the root of the store that clients never see: the private folder, and the folder of the agent of
 # gdrkit.usrbio.
-_HIDDEN = frozenset({b".gdrkit", b"3fs-virt"})
+_HIDDEN_NAMES = frozenset({b".gdrkit", b"3fs-virt"})
 _FORMAT_VERSION = 1
 _DEFAULT_CHUNK_BYTES = 4096
 # Largest size of the JSON of the entries of one list reply. The other fields of the reply need less than 1024 bytes.
@@ -61,7 +61,7 @@ class FileStore:
         created. None: the existing value, or 4096.
     sums_generation : int
         Descriptor of a page of memory that the caller shares with a reader of the checksums in another process. The
-        store counts there when it creates checksums in a new place. -1: there is no such reader.
+        store increments a counter there when it creates checksums in a new place. -1: there is no such reader.
 
     Raises
     ------
@@ -74,24 +74,24 @@ class FileStore:
     """
 
     def __init__(self, root: Path, *, chunk_bytes: int | None = None, sums_generation: int = -1) -> None:
-        self._on_close = ReleaseStack()
+        self._close_actions = ReleaseStack()
         self._is_closed = False
         # The user with whose rights a thread executes requests.
         self._thread_state = threading.local()
         try:
-            self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._on_close.push(lambda: os.close(self._root))
-            self._private_folder = PrivateFolder.below(root / PRIVATE_FOLDER, parent_fd=self._root)
-            self._on_close.push(self._private_folder.close)
-            lock = self._private_folder.lock("lock")
-            self._on_close.push(lambda: os.close(lock))
+            self._root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._close_actions.push(lambda: os.close(self._root_fd))
+            self._private_folder = PrivateFolder.below(root / PRIVATE_FOLDER, parent_fd=self._root_fd)
+            self._close_actions.push(self._private_folder.close)
+            lock_fd = self._private_folder.lock("lock")
+            self._close_actions.push(lambda: os.close(lock_fd))
             self.chunk_bytes = self._read_or_create_format(chunk_bytes)
             self.token = self._read_or_create_token()
-            sums = self._private_folder.folder("sums")
-            self._on_close.push(sums.close)
-            self.native = engine.Store(sums.fd, self.chunk_bytes, generation=sums_generation)
+            sums_folder = self._private_folder.folder("sums")
+            self._close_actions.push(sums_folder.close)
+            self.native = engine.Store(sums_folder.fd, self.chunk_bytes, generation=sums_generation)
         except BaseException as error:
-            self._on_close.run_after(error)
+            self._close_actions.run_after(error)
             raise
         self._handle = Handle("storage.store")
 
@@ -104,7 +104,10 @@ class FileStore:
             EPERM: this process does not run as root, or has no CAP_SETUID, CAP_SETGID or CAP_FSETID.
         """
         if os.geteuid() != 0:
-            raise OSError(errno.EPERM, f"only a server of root acts as other users, and this one is of {os.geteuid()}")
+            raise OSError(
+                errno.EPERM,
+                f"only a server that runs as root can act as other users; this one runs as user {os.geteuid()}",
+            )
         with _act_as(user):
             pass
         if self._user is None:
@@ -151,11 +154,11 @@ class FileStore:
             raise OSError(
                 errno.EACCES, "the access mode of the descriptor does not permit the requested reads or writes"
             )
-        is_on_other_device = os.fstat(descriptor).st_dev != os.fstat(self._root).st_dev
+        is_on_other_device = os.fstat(descriptor).st_dev != os.fstat(self._root_fd).st_dev
         path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
-        relative_path = os.path.relpath(path, Path(f"/proc/self/fd/{self._root}").readlink())
+        relative_path = os.path.relpath(path, Path(f"/proc/self/fd/{self._root_fd}").readlink())
         first_name = os.fsencode(relative_path).split(b"/")[0]
-        if is_on_other_device or relative_path.startswith("../") or first_name in _HIDDEN:
+        if is_on_other_device or relative_path.startswith("../") or first_name in _HIDDEN_NAMES:
             raise OSError(errno.EXDEV, "the file of the descriptor is not in this store")
         # The file is opened again, because flags such as O_APPEND belong to the client's descriptor. If a client has a
         # lease on the file (F_SETLEASE), an open without O_NONBLOCK waits up to 45 s, and with it all other requests.
@@ -166,7 +169,7 @@ class FileStore:
     def stat(self, path: str) -> FileStat:
         """Return the attributes of a path. A symbolic link is not followed."""
         if not path:
-            return file_stat(os.fstat(self._root))
+            return file_stat(os.fstat(self._root_fd))
         with self._open_parent(path) as (folder, name):
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
@@ -178,18 +181,18 @@ class FileStore:
         # The server reads the types of the entries. The user may have no right to do so.
         with _close_after(folder_fd) as folder:
             with os.scandir(folder) as entries:
-                by_name = {os.fsencode(entry.name): entry for entry in entries}
+                entry_by_name = {os.fsencode(entry.name): entry for entry in entries}
             after_bytes = b"" if after is None else os.fsencode(after)
-            hidden_names = _HIDDEN if os.path.samestat(os.fstat(folder), os.fstat(self._root)) else frozenset()
-            names = sorted(name for name in by_name if name > after_bytes and name not in hidden_names)
+            hidden_names = _HIDDEN_NAMES if os.path.samestat(os.fstat(folder), os.fstat(self._root_fd)) else frozenset()
+            names = sorted(name for name in entry_by_name if name > after_bytes and name not in hidden_names)
             reply_entries, bytes_left = [], _ENTRIES_BYTES_MAX
             for name in names:
-                entry = by_name[name]
+                entry = entry_by_name[name]
                 # A character of a name takes up to 12 bytes in JSON, as two escapes.
                 bytes_left -= _ENTRY_BYTES + len(json.dumps(entry.name))
                 if bytes_left < 0:
                     break
-                with contextlib.suppress(FileNotFoundError):  # Removed after scandir().
+                with contextlib.suppress(FileNotFoundError):  # The entry was removed after scandir().
                     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                     reply_entries.append(
                         FolderEntry(name=entry.name, inode=status.st_ino, kind=stat.S_IFMT(status.st_mode))
@@ -264,8 +267,8 @@ class FileStore:
 
     def utimens(self, path: str, *, access_time_ns: int | None, modification_time_ns: int | None) -> FileStat:
         """Change times. The checksums of the file stay valid."""
-        current = self.stat(path)
-        if stat.S_ISREG(current.mode):
+        current_stat = self.stat(path)
+        if stat.S_ISREG(current_stat.mode):
             if self._user is None:
                 file = self.open(path, flags=os.O_RDONLY)
             else:
@@ -273,12 +276,12 @@ class FileStore:
             file.set_times(access_time_ns, modification_time_ns)
         else:
             times_ns = (
-                current.access_time_ns if access_time_ns is None else access_time_ns,
-                current.modification_time_ns if modification_time_ns is None else modification_time_ns,
+                current_stat.access_time_ns if access_time_ns is None else access_time_ns,
+                current_stat.modification_time_ns if modification_time_ns is None else modification_time_ns,
             )
             if not path:
                 with self._act_as_user():
-                    os.utime(self._root, ns=times_ns)
+                    os.utime(self._root_fd, ns=times_ns)
             else:
                 with self._open_parent(path) as (folder, name):
                     os.utime(name, ns=times_ns, dir_fd=folder, follow_symlinks=False)
@@ -286,15 +289,15 @@ class FileStore:
 
     def statfs(self) -> StatfsReply:
         """Return the space of the file system."""
-        space = os.fstatvfs(self._root)
+        file_system_status = os.fstatvfs(self._root_fd)
         return StatfsReply(
-            block_bytes=space.f_frsize,
-            blocks=space.f_blocks,
-            blocks_free=space.f_bfree,
-            blocks_available=space.f_bavail,
-            files=space.f_files,
-            files_free=space.f_ffree,
-            name_bytes_max=space.f_namemax,
+            block_bytes=file_system_status.f_frsize,
+            blocks=file_system_status.f_blocks,
+            blocks_free=file_system_status.f_bfree,
+            blocks_available=file_system_status.f_bavail,
+            files=file_system_status.f_files,
+            files_free=file_system_status.f_ffree,
+            name_bytes_max=file_system_status.f_namemax,
         )
 
     def default_socket(self) -> Path:
@@ -304,13 +307,13 @@ class FileStore:
     def close(self) -> None:
         """Close the folder and release its lock. Open files stay open."""
         if not self._is_closed:
-            self._on_close.run()
+            self._close_actions.run()
             self._is_closed = True
             self._handle.release()
 
     @property
     def _user(self) -> SetUser | None:
-        """The user with whose rights this thread uses paths. With None, it uses them with the rights of the process."""
+        """The user with whose rights this thread uses paths. With None, it uses the rights of the process."""
         return getattr(self._thread_state, "user", None)
 
     @property
@@ -327,14 +330,14 @@ class FileStore:
         with self._open_path(path, os.O_PATH) as path_fd:
             if user.uid not in {0, os.fstat(path_fd).st_uid}:
                 os.close(os.open(f"/proc/self/fd/{path_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-            duplicate = os.dup(path_fd)
-        with _close_after(duplicate):
-            reopened_fd = os.open(f"/proc/self/fd/{duplicate}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            duplicate_fd = os.dup(path_fd)
+        with _close_after(duplicate_fd):
+            reopened_fd = os.open(f"/proc/self/fd/{duplicate_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         return self.native.adopt(reopened_fd, read=True, write=False)
 
     def _open_beneath(self, path: str, flags: int, mode: int = 0) -> int:
         """Open a path beneath the root by openat2(2), which follows no symbolic link."""
-        return int(engine.open_beneath(self._root, os.fsencode(path), flags, mode))
+        return int(engine.open_beneath(self._root_fd, os.fsencode(path), flags, mode))
 
     @contextlib.contextmanager
     def _open_path(self, path: str, flags: int) -> Iterator[int]:
@@ -388,7 +391,7 @@ class FileStore:
         """Return the token of the store. Create it if the store is new."""
         if not self._private_folder.has("token"):
             self._private_folder.write_text("token", secrets.token_hex(32) + "\n")
-        return checked_token(self._private_folder.read_text, "token", self._private_folder.path / "token")
+        return read_valid_token(self._private_folder.read_text, "token", self._private_folder.path / "token")
 
     def __enter__(self) -> Self:
         return self
@@ -446,5 +449,5 @@ def _check_visible(path: str) -> None:
     if path.startswith("/") or b".." in path_parts:
         raise OSError(errno.EXDEV, "the path must be relative to the store, without ..")
     first_name = next((path_part for path_part in path_parts if path_part not in {b"", b"."}), b"")
-    if first_name in _HIDDEN:
+    if first_name in _HIDDEN_NAMES:
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))

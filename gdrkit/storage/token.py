@@ -12,7 +12,7 @@ from gdrkit.storage.messages import TOKEN_CHARACTERS_MAX
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PRIVATE_FOLDER", "checked_token", "read_token", "read_token_file"]
+__all__ = ["PRIVATE_FOLDER", "read_token", "read_token_file", "read_valid_token"]
 
 PRIVATE_FOLDER = ".gdrkit"
 
@@ -30,7 +30,7 @@ def read_token(root: Path) -> str:
         ``MALFORMED``: the token is not one line of ASCII text.
     """
     with PrivateFolder.below(root / PRIVATE_FOLDER, create=False) as private_folder:
-        return checked_token(private_folder.read_text, "token", private_folder.path / "token")
+        return read_valid_token(private_folder.read_text, "token", private_folder.path / "token")
 
 
 def read_token_file(path: Path) -> str:
@@ -42,14 +42,14 @@ def read_token_file(path: Path) -> str:
         The file cannot be read, or does not hold a token.
     """
     try:
-        return checked_token(lambda name: Path(name).read_text(encoding="ascii"), str(path), path)
+        return read_valid_token(lambda name: Path(name).read_text(encoding="ascii"), str(path), path)
     except OSError as error:
         message = f"open {path}: {error.strerror} ({errno_name(error.errno)})"
         what_to_do = f"copy {PRIVATE_FOLDER}/token of the server's store, readable by this user alone"
         raise UsageError(message, what_to_do=what_to_do) from error
 
 
-def checked_token(read_text: Callable[[str], str], name: str, path: Path) -> str:
+def read_valid_token(read_text: Callable[[str], str], name: str, path: Path) -> str:
     """Return `read_text(name)` without white space, if that is a valid token. Errors name the file as `path`."""
     try:
         token = read_text(name).strip()

@@ -64,7 +64,7 @@ class Transfers:
         while unsent_operations or index_by_tag or unsent_bytes:
             if unsent_operations and not unsent_bytes and len(index_by_tag) < self._outstanding_max:
                 unsent_bytes += self._pack_next_frame(unsent_operations, index_by_tag)
-            self._wait(deadline_s, is_sending=bool(unsent_bytes))
+            self._wait_for_socket(deadline_s, is_sending=bool(unsent_bytes))
             if unsent_bytes:
                 unsent_bytes = self._send(unsent_bytes)
             for result in self._receive_results():
@@ -90,7 +90,7 @@ class Transfers:
             operations.append(_add_tag(operation, tag))
         return pack_operations(operations, sequence=next(self._sequence))
 
-    def _wait(self, deadline_s: float, *, is_sending: bool) -> None:
+    def _wait_for_socket(self, deadline_s: float, *, is_sending: bool) -> None:
         """Wait until bytes have arrived, or with `is_sending` until bytes can be sent."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if is_sending else 0))

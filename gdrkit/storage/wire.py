@@ -256,7 +256,7 @@ def parse_header(data: bytes) -> Header:
     except ValueError as error:
         message = f"frame: unknown type {type_number}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    if not _is_possible(frame_type, length, count, sequence):
+    if not _is_valid_header(frame_type, length, count, sequence):
         _refuse(f"{frame_type.name} cannot have {length} bytes, count {count}, sequence {sequence}")
     return Header(type=frame_type, length=length, count=count, sequence=sequence, payload_crc32c=payload_crc32c)
 
@@ -285,7 +285,7 @@ def parse_results(header: Header, payload: bytes) -> tuple[Result, ...]:
     results_bytes = header.count * _RESULT.size
     rows = list(_RESULT.iter_unpack(payload[:results_bytes]))
     if (len(payload) - results_bytes) != sum(hole_count for *_, hole_count, _reserved in rows) * _HOLE.size:
-        _refuse("the number of hole extents differs from that in the results")
+        _refuse("the number of hole extents differs from the number in the results")
     extents = [
         HoleExtent(offset=offset, length=length) for offset, length in _HOLE.iter_unpack(payload[results_bytes:])
     ]
@@ -339,7 +339,7 @@ def _parse_operation(fields: tuple[int, ...]) -> Operation:
     )
 
 
-def _is_possible(frame_type: FrameType, length: int, count: int, sequence: int) -> bool:
+def _is_valid_header(frame_type: FrameType, length: int, count: int, sequence: int) -> bool:
     """Return whether a frame of this type can have these numbers in its header."""
     if frame_type in {FrameType.CONTROL_REQUEST, FrameType.CONTROL_REPLY}:
         return count == 0 and 0 < length <= CONTROL_BYTES_MAX

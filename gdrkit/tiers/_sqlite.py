@@ -87,7 +87,7 @@ def transaction(connection: Connection) -> Iterator[Connection]:
         yield connection
         connection.execute("COMMIT")
     except BaseException:
-        # Some errors have already ended the transaction.
+        # After some errors, SQLite has already rolled the transaction back.
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise

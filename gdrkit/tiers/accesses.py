@@ -5,9 +5,8 @@ memory and written to the catalogue in batches. If a process is killed, the coun
 Files then have a little less heat, but no data is lost.
 
 While a process counts its accesses, it holds a shared lock (flock) on the file ``users`` in the folder of the
-catalogue. ``gdrkit tiers run``, which counts the opens of all other programs, finds the processes with this lock in
-/proc/locks, so that no access counts twice. The kernel releases the lock when the process ends, and knows its process
-ID.
+catalogue. ``gdrkit tiers run`` counts the opens of all other programs. It finds the processes with this lock in
+/proc/locks and ignores their opens, so that no access counts twice. The kernel releases the lock when a process ends.
 """
 
 from __future__ import annotations
@@ -87,17 +86,17 @@ class AccessCounter:
         else:
             self._flush_threshold = _FLUSH_THRESHOLD
 
-    def process_ids(self) -> frozenset[int]:
-        """Return the processes that count their own accesses to these tiers, including this one."""
+    def find_counting_process_ids(self) -> frozenset[int]:
+        """Return the IDs of the processes that count their own accesses to these tiers, including this process."""
         inode, own_id = os.fstat(self._lock_fd).st_ino, str(os.getpid())
-        locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+        locks_fields = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
         # The fields are: number, type, ADVISORY, READ or WRITE, process ID, MAJOR:MINOR:INODE. A waiting process has
         # an arrow in place of the type.
-        holders = [(fields[4], fields[5]) for fields in locks if fields[1] == "FLOCK"]
+        held_locks = [(fields[4], fields[5]) for fields in locks_fields if fields[1] == "FLOCK"]
         # The device in /proc/locks is not always the st_dev of the file, so the line of this process's own lock gives
         # the device.
-        own_files = {file for holder, file in holders if holder == own_id and file.endswith(f":{inode}")}
-        return frozenset(int(holder) for holder, file in holders if file in own_files)
+        own_files = {file for holder_id, file in held_locks if holder_id == own_id and file.endswith(f":{inode}")}
+        return frozenset(int(holder_id) for holder_id, file in held_locks if file in own_files)
 
     def close(self) -> None:
         """Release the lock of this process. A second close does nothing."""

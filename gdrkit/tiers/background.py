@@ -1,7 +1,7 @@
-"""The moves of files by policy in the background: one pass after another, until the run is stopped.
+"""A background run moves files between tiers as the policy requires, one pass after another, until it is stopped.
 
-If the run is stopped, or quiet hours begin, the migration in progress is undone. If its copy already has its name, the
-migration is completed instead, which takes a few system calls.
+If the run is stopped, or quiet hours begin, the migration in progress is undone. If the copy already has the name of
+the file, the migration is completed instead, which takes a few system calls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RunOutput:
         self._stream, self._as_json = stream, as_json
 
     def report_ready(self, watched: Sequence[str], unwatched: Mapping[str, str]) -> None:
-        """Report that the run begins, in which tiers opens are counted, and why not in the others."""
+        """Report the begin of the run, the tiers whose opens are counted, and why the opens in other tiers are not."""
         texts = [f"opens by other programs are counted in {', '.join(watched)}"] if watched else []
         for reason in dict.fromkeys(unwatched.values()):
             names = ", ".join(tier for tier, reason_of_tier in unwatched.items() if reason_of_tier == reason)
@@ -67,7 +67,7 @@ class RunOutput:
         self._print("finding", text, finding=finding)
 
     def report_move(self, move: PlannedMove, why_not_moved: str) -> None:
-        """Report a file that was moved, or the reason why it was not."""
+        """Report a file that was moved, or the reason why it was not moved."""
         self._print("moved", describe_outcome(move, why_not_moved), move=move, why_not_moved=why_not_moved)
 
     def report_pass(self, result: Migrated) -> None:
@@ -85,13 +85,15 @@ class RunOutput:
         self._print("lost", text, count=count)
 
     def report_end(self, *, is_complete: bool) -> None:
-        """Report the end of the run, and whether a migration was left to the recovery."""
-        text = "ended" if is_complete else "ended within a step; the next gdrkit tiers command completes or undoes it"
+        """Report the end of the run, and whether it left an incomplete migration to the recovery."""
+        text = (
+            "ended" if is_complete else "ended during a migration; the next gdrkit tiers command completes or undoes it"
+        )
         self._print("ended", text, is_complete=is_complete)
 
-    def _print(self, event: str, text: str, **data: object) -> None:
+    def _print(self, event: str, text: str, **members: object) -> None:
         if self._as_json:
-            text = json.dumps({"event": event, **{name: to_json_data(value) for name, value in data.items()}})
+            text = json.dumps({"event": event, **{name: to_json_data(value) for name, value in members.items()}})
         if text:
             print(text, file=self._stream, flush=True)
 
@@ -130,8 +132,8 @@ class BackgroundRun:
         self._stop, self._output, self._clock = stop, output, clock
         self._observe = observe
         self._pace = Pace(self._settings.rate_bytes_per_s, wait=stop.wait)
-        self._findings: set[TierFinding] = set()
-        self._lost_count = 0
+        self._reported_findings: set[TierFinding] = set()
+        self._reported_lost_count = 0
 
     def run(self) -> None:
         """Move files until the event `stop` is set.
@@ -158,22 +160,22 @@ class BackgroundRun:
         if watcher is not None:
             with convert_os_errors("watch opens"):
                 watcher.refresh()
-            if lost_count := watcher.lost_count - self._lost_count:
+            if lost_count := watcher.lost_count - self._reported_lost_count:
                 self._output.report_lost_opens(lost_count)
-                self._lost_count = watcher.lost_count
+                self._reported_lost_count = watcher.lost_count
         try:
             findings = set(self._manager.check(repair=True))
-            for finding in findings - self._findings:
+            for finding in findings - self._reported_findings:
                 if finding.is_wrong:
                     self._output.report_finding(finding)
-            self._findings = findings
+            self._reported_findings = findings
             self._output.report_pass(
                 self._manager.migrate(observe=self._observe_and_check, moved=self._output.report_move, pace=self._pace)
             )
         except _Interrupted:
             return
         except ApiError as error:
-            # A locked or damaged catalogue, or a disk that failed: the next pass may succeed.
+            # The catalogue may be locked or damaged, or a disk may have failed. The next pass may succeed.
             self._output.report_failed_pass(error)
 
     def _observe_and_check(self, phase: Phase, name: str, offset_bytes: int) -> None:

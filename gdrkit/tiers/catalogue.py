@@ -116,7 +116,7 @@ class Catalogue(Database):
         super().__init__(folder, half_life_s=half_life_s, timeout_ms=timeout_ms, clock=clock)
 
     def fill(self) -> None:
-        """Fill the new, empty database by the function `fill` that was passed to the constructor."""
+        """Fill the new, empty database with the constructor's function `fill`."""
         self._fill(self)
 
     def find(self, name: str) -> Entry | None:
@@ -186,7 +186,7 @@ class Catalogue(Database):
         """Add accesses to files. Return the names that the catalogue does not have."""
         unknown_names = []
         with self.write_transaction("count accesses") as connection:
-            now = self.read_clock(connection, store=True)
+            now_half_lives = self.read_clock(connection, store=True)
             for name, count in counts.items():
                 row = connection.execute("SELECT id, score FROM files WHERE name = ?", (_encode_name(name),)).fetchone()
                 if row is None:
@@ -194,7 +194,7 @@ class Catalogue(Database):
                     continue
                 connection.execute(
                     "UPDATE files SET score = ?, accesses = accesses + ? WHERE id = ?",
-                    (add_accesses_to_score(row[1], accesses=count, at_half_lives=now), count, row[0]),
+                    (add_accesses_to_score(row[1], accesses=count, at_half_lives=now_half_lives), count, row[0]),
                 )
         return unknown_names
 

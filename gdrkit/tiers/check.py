@@ -62,7 +62,7 @@ def find_kept_files(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
     """Yield a finding for each file that a recovery moved to the ``kept`` folder."""
     for folder in folders.values():
         for name in folder.list_own_folder("kept"):
-            text = f"another program wrote to both files of a migration; see {folder.directory}/.gdrkit-tiers/kept"
+            text = f"it may be the only copy of its data; see {folder.directory}/.gdrkit-tiers/kept"
             yield TierFinding(FindingKind.KEPT, f"kept/{name}", folder.name, text)
 
 
@@ -135,7 +135,7 @@ def _compare_file(
     if entry is None:
         if copies:
             tier, file_status = next(iter(copies.items()))
-            yield TierFinding(FindingKind.UNKNOWN, name, tier, "the catalogue did not have it", mended=repair)
+            yield TierFinding(FindingKind.UNKNOWN, name, tier, "the catalogue did not have the file", mended=repair)
             _record_file(catalogue, name, tier, file_status, repair=repair)
     elif not copies:
         yield _handle_missing_file(entry, catalogue, folders, repair=repair)

@@ -110,9 +110,9 @@ class Configuration:
     half_life_s : float
         Half-life of an access, in seconds: an access of this age counts half.
     hysteresis : float
-        Part of `accesses_min` that a file in a tier may lose before it leaves the tier, from 0 to less than 1.
+        Fraction of `accesses_min` that a file in a tier may lose before it leaves the tier, from 0 to less than 1.
     headroom : float
-        Part of a tier that stays free, from 0 to less than 1.
+        Fraction of a tier that stays free, from 0 to less than 1.
     landing : str
         Name of the tier in which new files are created. Empty: the last (slowest) tier.
     timeout_ms : int
@@ -357,9 +357,9 @@ def _apply_defaults(tiers: tuple[_TierSettings, ...]) -> tuple[Tier, ...]:
 
 def _check_configuration(configuration: Configuration) -> None:
     names = [tier.name for tier in configuration.tiers]
-    is_valid = all(_NAME_PATTERN.fullmatch(name) for name in names)
+    are_names_valid = all(_NAME_PATTERN.fullmatch(name) for name in names)
     thresholds = [tier.accesses_min for tier in configuration.tiers]
-    if not names or not is_valid or len(set(names)) != len(names):
+    if not names or not are_names_valid or len(set(names)) != len(names):
         message = f"the names of tiers must differ and consist of letters, digits, '.', '-' and '_', not {names}"
         raise UsageError(message)
     if thresholds != sorted(thresholds, reverse=True) or thresholds[-1] != 0:

@@ -92,8 +92,8 @@ def compute_copy_digest(
 
     The kernel is advised to drop the copy from the page cache, so that the bytes come from the disk.
 
-    The copy has the same chunks as the source. A hole of the source must be zero in the copy. For the parameters see
-    :func:`copy_data`.
+    The digest covers the same chunks as in :func:`copy_data`, which also describes the parameters. Where the source has
+    a hole, the copy must have zeros.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def find_first_difference(
     return None
 
 
-def copy_attributes(source_fd: int, copy_fd: int, source_info: os.stat_result) -> None:
+def copy_attributes(source_fd: int, copy_fd: int, source_status: os.stat_result) -> None:
     """Copy mode, owner, extended attributes and times of the source to the copy.
 
     Raises
@@ -147,14 +147,14 @@ def copy_attributes(source_fd: int, copy_fd: int, source_info: os.stat_result) -
     OSError
         EPERM: this user may not change the owner. EOPNOTSUPP: the file system has no extended attributes.
     """
-    copy_info = os.fstat(copy_fd)
-    if (copy_info.st_uid, copy_info.st_gid) != (source_info.st_uid, source_info.st_gid):
-        os.fchown(copy_fd, source_info.st_uid, source_info.st_gid)
+    copy_status = os.fstat(copy_fd)
+    if (copy_status.st_uid, copy_status.st_gid) != (source_status.st_uid, source_status.st_gid):
+        os.fchown(copy_fd, source_status.st_uid, source_status.st_gid)
     # The mode must be set after the owner, because a change of owner clears set-user-id bits and capabilities.
-    os.fchmod(copy_fd, stat.S_IMODE(source_info.st_mode))
+    os.fchmod(copy_fd, stat.S_IMODE(source_status.st_mode))
     for name in _list_copied_attributes(source_fd):
         os.setxattr(copy_fd, name, os.getxattr(source_fd, name))
-    os.utime(copy_fd, ns=(source_info.st_atime_ns, source_info.st_mtime_ns))
+    os.utime(copy_fd, ns=(source_status.st_atime_ns, source_status.st_mtime_ns))
 
 
 def preserve_access_time(descriptor: int) -> None:

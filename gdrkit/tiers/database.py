@@ -5,7 +5,7 @@ the newest one at its next call. A damaged file is never renamed or removed: ano
 SQLite finds the log of a database by the name of the database.
 
 The clock is the host's clock without backward steps. If an administrator sets the host's clock back, the clock of the
-catalogue continues from its latest value. So a correction of the host's clock makes no file hotter.
+catalogue continues from its latest value. Otherwise, the heat of all files would rise.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Database(ABC):
         return self._make_path(self._file_number)
 
     def new_connection(self) -> Connection:
-        """Return a separate connection to the same database, for sorts. The caller closes it."""
+        """Return a separate connection to the same database, which sorts on disk. The caller closes it."""
         with self.locked_connection("connect"):
             return connect(self.path, timeout_ms=self._timeout_ms, sorts_on_disk=True)
 
@@ -220,7 +220,7 @@ class Database(ABC):
                 raise ApiError(api=Api.SQLITE, operation="open catalogue", status=None, status_name=message)
 
     def _fill_draft(self, connection: Connection, draft_path: Path) -> None:
-        """Fill the draft, a new database that has its final name only later. Meanwhile, all methods use the draft."""
+        """Fill the draft, which gets its final name later. Meanwhile, all methods of this object use the draft."""
         previous_state = (self._connection, self._file_number, self._inode)
         self._connection, self._file_number, self._inode = connection, 0, draft_path.stat().st_ino
         try:
@@ -246,7 +246,10 @@ class Database(ABC):
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
 
     def read_clock(self, connection: Connection, *, store: bool) -> float:
-        """Return the current time in half-lives. With `store`, also write it to the database, within a transaction."""
+        """Return the current time in half-lives. With `store`, also write it to the database.
+
+        The caller of `store` has begun a transaction.
+        """
         rows = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('wall_s', 'offset_s')").fetchall())
         wall_s, last_s, offset_s = self._clock(), float(rows["wall_s"]), float(rows["offset_s"])
         # If the host's clock was set back, continue from its latest value.

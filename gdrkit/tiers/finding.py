@@ -30,7 +30,7 @@ class FindingKind(enum.Enum):
     FOREIGN = "foreign"
     """The name belongs to a symbolic link, a device or another special file. gdrkit does not touch it."""
     KEPT = "kept"
-    """A recovery could not decide which of two files is valid, and moved one of them to the ``kept`` folder."""
+    """A recovery moved this file to the ``kept`` folder, because it may be the only copy of its data."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class TierFolder:
         self.name = name
         self.directory = directory
         self._descriptors = ReleaseStack()
-        self._own_folders: dict[str, int] = {}
+        self._own_folder_fds: dict[str, int] = {}
         self._is_closed = False
         with convert_os_errors("open tier", tier=name, directory=str(directory)):
             self.root = self._close_later(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -97,10 +97,10 @@ class TierFolder:
         OSError
             The folder cannot be created: EROFS, ENOSPC ...
         """
-        if folder not in self._own_folders:
-            parent = self.own_folder() if folder else self.root
+        if folder not in self._own_folder_fds:
+            parent_fd = self.own_folder() if folder else self.root
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder or OWN_FOLDER, _PRIVATE_MODE, dir_fd=parent)
+                os.mkdir(folder or OWN_FOLDER, _PRIVATE_MODE, dir_fd=parent_fd)
         return self._find_own_folder(folder)
 
     def find_own_folder(self, folder: str = "") -> int | None:
@@ -290,11 +290,11 @@ class TierFolder:
             return os.open(base_name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
 
     def _find_own_folder(self, folder: str) -> int:
-        if folder not in self._own_folders:
+        if folder not in self._own_folder_fds:
             parent_fd = self._find_own_folder("") if folder else self.root
             descriptor = os.open(folder or OWN_FOLDER, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
-            self._own_folders[folder] = self._close_later(descriptor)
-        return self._own_folders[folder]
+            self._own_folder_fds[folder] = self._close_later(descriptor)
+        return self._own_folder_fds[folder]
 
     def _read_identity(self) -> str | None:
         """Return the identity of the tier, or None if the folder does not state it or this user cannot read it."""
@@ -374,19 +374,19 @@ def _read_tier_json(own_folder_fd: int) -> dict[str, object] | None:
 
 def _write_once(folder_fd: int, name: str, text: str) -> None:
     """Create a file with this content, completely or not at all. An existing file is kept."""
-    temporary = f"{name}.{uuid.uuid4().hex}"
+    temporary_name = f"{name}.{uuid.uuid4().hex}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder_fd), "w", encoding="ascii") as file:
+    with os.fdopen(os.open(temporary_name, flags, 0o600, dir_fd=folder_fd), "w", encoding="ascii") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     try:
         with contextlib.suppress(FileExistsError):
-            os.link(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
+            os.link(temporary_name, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
     except PermissionError:
         # The file system has no hard links, so the last writer wins. All processes read the file after they wrote it,
         # so all use the identity of the last writer.
-        os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+        os.rename(temporary_name, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
     else:
-        os.unlink(temporary, dir_fd=folder_fd)
+        os.unlink(temporary_name, dir_fd=folder_fd)
     os.fsync(folder_fd)

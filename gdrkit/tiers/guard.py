@@ -49,7 +49,7 @@ class Guard:
     ----------
     has_lease : bool
         Whether this process holds a read lease on the file.
-    info : os.stat_result
+    initial_status : os.stat_result
         The stat(2) result when the protection began.
     """
 
@@ -58,7 +58,7 @@ class Guard:
         self._name = name
         lock_exclusive(descriptor, name=name)
         self.has_lease = self._take_lease()
-        self.info = os.fstat(descriptor)
+        self.initial_status = os.fstat(descriptor)
 
     def check(self) -> None:
         """Check that the file has not changed, and that no program waits to write it.
@@ -70,7 +70,7 @@ class Guard:
         """
         if self.has_lease and fcntl.fcntl(self.descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
             raise busy_error("migrate", "a program opens the file for writing", name=printable(self._name))
-        if not is_unchanged(os.fstat(self.descriptor), self.info):
+        if not is_unchanged(os.fstat(self.descriptor), self.initial_status):
             raise busy_error("migrate", "the file has changed during the migration", name=printable(self._name))
 
     def close(self) -> None:

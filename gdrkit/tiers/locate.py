@@ -1,7 +1,7 @@
 """Search for a file in all tiers, while it may be migrating.
 
 The tier that the catalogue names is tried first, then all others, because the catalogue may be wrong. A migration
-creates the new name before it removes the old one, so a search of all tiers finds the file.
+creates the new name before it removes the old one, so the file has its name in at least one tier at any time.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def open_for_writing(
 
 
 def _has_name(descriptor: int, name: str, tier: TierFolder) -> bool:
-    """Return whether this name in the tier still names the open file."""
-    named_info, open_info = tier.stat(name), os.fstat(descriptor)
-    return named_info is not None and os.path.samestat(named_info, open_info)
+    """Return whether this name in the tier still refers to the open file."""
+    named_status, open_status = tier.stat(name), os.fstat(descriptor)
+    return named_status is not None and os.path.samestat(named_status, open_status)
 
 
 def _find_entry(name: str, catalogue: Catalogue) -> Entry | None:
@@ -126,7 +126,7 @@ def _open_first(name: str, tiers: Sequence[TierFolder], flags: int) -> tuple[Tie
 
 
 def _record_file(name: str, tier_and_fd: tuple[TierFolder, int], catalogue: Catalogue) -> None:
-    """Add a file that was created outside gdrkit to the catalogue. If the catalogue fails, the next open repeats it."""
+    """Add a file that another program created to the catalogue. If the catalogue fails, the next open tries again."""
     tier, descriptor = tier_and_fd
     try:
         catalogue.record_file(name, tier.name, os.fstat(descriptor))

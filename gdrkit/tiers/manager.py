@@ -27,7 +27,7 @@ from gdrkit.tiers.names import check_name, printable
 from gdrkit.tiers.pins import read_pins, write_pins
 from gdrkit.tiers.plan import MigrationPlan
 from gdrkit.tiers.policy import FileRow, decide
-from gdrkit.tiers.recovery import interrupted_migrations, recover
+from gdrkit.tiers.recovery import find_interrupted_migrations, recover
 from gdrkit.tiers.results import Migrated, RefusedMove, TierStatus
 from gdrkit.tiers.routes import UNOBSERVED
 from gdrkit.tiers.tier_set import TierSet
@@ -253,15 +253,15 @@ class TierManager:
         """
         entry, now = self.find(name), self.catalogue.now()
         totals = self.catalogue.totals()
-        free = [
+        remaining_limits = [
             replace(tier, limit_bytes=tier.limit_bytes - total.allocated_bytes - total.coming_bytes + own_bytes)
             for tier in self._tiers.limits(totals)
             for total in (totals.get(tier.name, TierTotals()),)
-            # The space that the file takes in its current tier counts as free, so that it can stay in a full tier.
+            # The space of the file in its current tier counts as free, so that the file can stay in a full tier.
             for own_bytes in (entry.allocated_bytes if tier.name == entry.tier else 0,)
         ]
         row = FileRow(0, entry.tier, entry.allocated_bytes, entry.score, entry.pinned, entry.links)
-        for decision in decide([row], free, at_half_lives=now, hysteresis=self.configuration.hysteresis):
+        for decision in decide([row], remaining_limits, at_half_lives=now, hysteresis=self.configuration.hysteresis):
             self.move(name, decision.destination, observe=observe)
             return decision.destination
         return entry.tier
@@ -377,7 +377,7 @@ class TierManager:
         if repair:
             findings += self._recover()
         else:
-            findings += interrupted_migrations(self._tiers.folders)
+            findings += find_interrupted_migrations(self._tiers.folders)
         findings += compare(self.catalogue, self._tiers.folders, repair=repair)
         if any(finding.kind is FindingKind.MISSING and finding.mended for finding in findings):
             self._store_pins()
@@ -409,7 +409,7 @@ class TierManager:
             catalogue.pin(name, tier)
 
     def _recover(self) -> list[TierFinding]:
-        """Recover the migrations of processes that died, and log what was found."""
+        """Recover the migrations of processes that died, and log the findings."""
         findings = recover(self._tiers.folders, self.catalogue)
         for finding in findings:
             _log.warning("%s in %s: %s", printable(finding.name), finding.tier, finding.text)
@@ -431,7 +431,7 @@ class TierManager:
             self._store_pins()
 
     def _store_pins(self) -> None:
-        """Write the pins of the catalogue to the disk. A new file with the name of a removed file must have no pin."""
+        """Write all pins of the catalogue to the disk. Pins of removed files are gone, so a new file inherits none."""
         with self.catalogue.write_transaction("pin"):
             write_pins(self._tiers.fastest, self.catalogue.pins())
 

@@ -123,12 +123,12 @@ def migrate_file(
         stack.callback(os.close, source_fd)
         guard = stack.enter_context(Guard(source_fd, name=name))
         with convert_os_errors("open", name=printable(name), tier=source.name):
-            _check_file_has_name(source, name, guard.info)
-        _check_links(guard.info, name)
+            _check_file_has_name(source, name, guard.initial_status)
+        _check_links(guard.initial_status, name)
         preserve_access_time(source_fd)
         migration = _Migration(name, (source, destination), catalogue, observe, guard, pace=pace)
         # st_blocks counts blocks of 512 bytes.
-        allocated_bytes = guard.info.st_blocks * 512
+        allocated_bytes = guard.initial_status.st_blocks * 512
         catalogue.reserve_space(
             (migration.id, name, source.name, destination.name, allocated_bytes), limit_bytes=limit_bytes
         )
@@ -179,7 +179,9 @@ class _Migration:
             on_chunk=self._make_chunk_observer(Phase.COPY),
             chunk_bytes=self._chunk_bytes,
         )
-        self._run_step(Phase.ATTRIBUTES, lambda: copy_attributes(self._source_fd, self._copy_fd, self._guard.info))
+        self._run_step(
+            Phase.ATTRIBUTES, lambda: copy_attributes(self._source_fd, self._copy_fd, self._guard.initial_status)
+        )
         self._run_step(Phase.SYNC, lambda: os.fsync(self._copy_fd))
         copy_digest = compute_copy_digest(
             self._source_fd,
@@ -189,7 +191,7 @@ class _Migration:
             chunk_bytes=self._chunk_bytes,
         )
         if copy_digest != digest:
-            raise self._describe_mismatch()
+            raise self._make_mismatch_error()
         self._run_step(Phase.RENAME, self._rename_copy)
         self._run_step(Phase.FOLDER, self._sync_destination)
         self._run_step(Phase.RETIRE, self._retire_source)
@@ -199,7 +201,7 @@ class _Migration:
         self._run_step(Phase.FORGET, self._remove_record)
         self._observe(Phase.DONE, self._name, self._size_bytes)
 
-    def _describe_mismatch(self) -> DataMismatch | OSError:
+    def _make_mismatch_error(self) -> DataMismatch | OSError:
         """Return the exception for a copy whose digest is wrong, with the first byte that differs from the file."""
         offset_bytes = find_first_difference(
             self._source_fd,
@@ -209,7 +211,7 @@ class _Migration:
             chunk_bytes=self._chunk_bytes,
         )
         if offset_bytes is None:
-            # A read has returned wrong bytes once, of the file or of the copy.
+            # One of the earlier reads, of the file or of the copy, returned wrong bytes.
             text = "the digests of the file and its copy differ, but a second comparison finds no difference"
             return OSError(errno.EIO, text)
         excerpt_bytes = min(16, self._size_bytes - offset_bytes)
@@ -222,7 +224,7 @@ class _Migration:
 
     @property
     def _size_bytes(self) -> int:
-        return self._guard.info.st_size
+        return self._guard.initial_status.st_size
 
     def _run_step(self, phase: Phase, action: Callable[[], None]) -> None:
         self._observe(phase, self._name, self._size_bytes if self._completed_steps else 0)
@@ -262,7 +264,7 @@ class _Migration:
                 self.id,
                 name=self._name,
                 source=self._source.name,
-                file_status=self._guard.info,
+                file_status=self._guard.initial_status,
                 copy_inode=os.fstat(self._copy_fd).st_ino,
             )
 
@@ -287,7 +289,7 @@ class _Migration:
             # phase again.
             self._completed_steps.append(Phase.RETIRE)
         # Before the rename, another process may have given the name to another file, or opened the file for writing.
-        if os.stat(self.id, dir_fd=retired_fd, follow_symlinks=False).st_ino != self._guard.info.st_ino:
+        if os.stat(self.id, dir_fd=retired_fd, follow_symlinks=False).st_ino != self._guard.initial_status.st_ino:
             raise busy_error("migrate", "another file has taken the name", name=printable(self._name))
         self._guard.check()
         self._completed_steps.pop()
@@ -324,7 +326,7 @@ class _Migration:
         self._catalogue.release_reservation(self.id)
 
     def undo(self, error: BaseException) -> None:
-        """Undo the completed steps, newest first. If that fails, a later recovery reads the record and undoes them."""
+        """Undo the completed steps, newest first. If that fails, a later recovery undoes the steps of the record."""
         if Phase.REMOVE in self._completed_steps:
             error.add_note(
                 f"{printable(self._name)!r} was moved to {self._destination.name}, although a later step failed"
@@ -348,7 +350,7 @@ class _Migration:
             error.add_note(f"the undo of the migration failed: {undo_error}; gdrkit tiers check --repair completes it")
 
     def _restore_catalogue(self) -> None:
-        self._catalogue.record_file(self._name, self._source.name, self._guard.info)
+        self._catalogue.record_file(self._name, self._source.name, self._guard.initial_status)
 
     def _restore_name(self) -> None:
         with self._source.open_parent(self._name) as (parent_fd, base_name):
@@ -380,9 +382,9 @@ class _Migration:
 
 
 def _check_file_has_name(source: TierFolder, name: str, file_status: os.stat_result) -> None:
-    """Check that the locked file still has the name: another process may have migrated it before this one locked it."""
-    current_info = source.stat(name)
-    if current_info is None or current_info.st_ino != file_status.st_ino:
+    """Check that the locked file still has the name: another process may have migrated it before the lock."""
+    named_status = source.stat(name)
+    if named_status is None or named_status.st_ino != file_status.st_ino:
         raise FileNotFoundError(errno.ENOENT, "another process has just moved the file")
 
 

@@ -29,15 +29,15 @@ def check_name(name: str) -> str:
         The name is empty, absolute, longer than Linux permits, contains ``.``, ``..``, an empty part or a NUL, or
         begins with `OWN_FOLDER` or `LOST_AND_FOUND`.
     """
-    data = os.fsencode(name)
-    path_parts = data.split(b"/")
-    if not data or b"\0" in data or any(path_part in {b"", b".", b".."} for path_part in path_parts):
+    encoded_name = os.fsencode(name)
+    path_parts = encoded_name.split(b"/")
+    if not encoded_name or b"\0" in encoded_name or any(path_part in {b"", b".", b".."} for path_part in path_parts):
         message = f"a name must be a relative path without empty, '.' and '..' parts, not {printable(name)!r}"
         raise UsageError(message, what_to_do="name the file relative to its tier, e.g. run-7/weights.bin")
-    if len(data) > _NAME_BYTES_MAX or max(map(len, path_parts)) > _PART_BYTES_MAX:
+    if len(encoded_name) > _NAME_BYTES_MAX or max(map(len, path_parts)) > _PART_BYTES_MAX:
         message = (
             f"a name must have at most {_NAME_BYTES_MAX} bytes, and each part at most {_PART_BYTES_MAX}, "
-            f"not {len(data)} bytes with a part of {max(map(len, path_parts))}"
+            f"not {len(encoded_name)} bytes with a part of {max(map(len, path_parts))}"
         )
         raise UsageError(message)
     if os.fsdecode(path_parts[0]) in {OWN_FOLDER, LOST_AND_FOUND}:

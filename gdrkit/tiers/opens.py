@@ -47,8 +47,8 @@ class OpenWatcher(Closeable):
     ----------
     folders : sequence of TierFolder
         The tiers.
-    accesses : Accesses
-        The counts of this process, which get the opens of all others.
+    accesses : AccessCounter
+        The counter to which the watcher adds the opens by other programs.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class OpenWatcher(Closeable):
             raise
         self._handle = Handle("tiers.opens")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gdrkit-opens")
-        self._counting = self._thread.submit(self._count_until_woken)
+        self._counting_future = self._thread.submit(self._count_until_woken)
 
     @property
     def lost_count(self) -> int:
@@ -92,8 +92,8 @@ class OpenWatcher(Closeable):
     def refresh(self) -> None:
         """Forget the names of all folders, because some may have been renamed. Raise an error of the thread."""
         self._names_by_handle.clear()
-        if self._counting.done():
-            self._counting.result()
+        if self._counting_future.done():
+            self._counting_future.result()
 
     def close(self) -> None:
         """Count the opens that the kernel has already reported, and end the thread. A second close does nothing."""
@@ -129,14 +129,14 @@ class OpenWatcher(Closeable):
         os.close(os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd))
         poller = select.poll()
         poller.register(self._reports.fileno(), select.POLLIN)
-        end_s = time.monotonic() + _REPORT_TIMEOUT_S
-        while (remaining_s := end_s - time.monotonic()) > 0:
+        deadline_s = time.monotonic() + _REPORT_TIMEOUT_S
+        while (remaining_s := deadline_s - time.monotonic()) > 0:
             poller.poll(remaining_s * 1000)
             files = self._reports.read()
             self._count(files)
             for file in files:
-                is_own = (file.process_id, file.name) == (os.getpid(), b"tier.json")
-                if is_own and self._find_name_in(folder, file.folder) == OWN_FOLDER:
+                is_opened_here = (file.process_id, file.name) == (os.getpid(), b"tier.json")
+                if is_opened_here and self._find_name_in(folder, file.folder) == OWN_FOLDER:
                     return True
         return False
 
@@ -158,7 +158,7 @@ class OpenWatcher(Closeable):
                 counts[name, file.process_id] += 1
         if not counts:
             return
-        counting_ids = self._accesses.process_ids()
+        counting_ids = self._accesses.find_counting_process_ids()
         for (name, process_id), count in counts.items():
             if process_id not in counting_ids:
                 self._accesses.count(name, count)

@@ -73,8 +73,8 @@ class MigrationPlan:
         now_half_lives = catalogue.now()
         self._connection = catalogue.new_connection()
         self._index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
-        # Moves are grouped by direction and destination, with one table per group. The decisions come in the order of
-        # the moves in their group, so rows are only appended.
+        # Moves are grouped by direction and destination, with one table per group. The moves of a group are executed in
+        # the order of the decisions, so rows are only appended.
         self._group_numbers = range(2 * len(tiers))
         try:
             with convert_sqlite_errors("plan"):
@@ -84,7 +84,7 @@ class MigrationPlan:
                     self._list_file_rows(tiers), tiers, at_half_lives=now_half_lives, hysteresis=hysteresis
                 )
                 while batch := list(itertools.islice(decisions, _BATCH_ROWS)):
-                    self._insert(batch)
+                    self._insert_decisions(batch)
         except BaseException:
             self._connection.close()
             raise
@@ -112,7 +112,7 @@ class MigrationPlan:
                 (last_row_id, _BATCH_ROWS),
             ).fetchall()
 
-    def _insert(self, batch: list[Decision]) -> None:
+    def _insert_decisions(self, batch: list[Decision]) -> None:
         rows_by_group: dict[int, list[tuple[int, str, str]]] = {}
         for decision in batch:
             rows_by_group.setdefault(self._find_group_number(decision), []).append(

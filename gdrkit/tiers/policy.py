@@ -65,7 +65,7 @@ class FileRow(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A file that should move. `tiers_down` is the number of tiers between source and destination (negative: up)."""
+    """A file that should move, by `tiers_down` steps to a slower tier (if negative, to a faster one)."""
 
     id: int
     allocated_bytes: int
@@ -88,7 +88,7 @@ def decide(
     at_half_lives : float
         Current time in half-lives.
     hysteresis : float
-        Part of `accesses_min` that a file in a tier may lose before it leaves the tier, from 0 to less than 1.
+        Fraction of `accesses_min` that a file in a tier may lose before it leaves the tier, from 0 to less than 1.
 
     Yields
     ------
@@ -126,7 +126,7 @@ def decide(
 def _find_pinned_tier(
     row: FileRow, current_index: int, index_by_tier: Mapping[str, int], free_bytes: Sequence[int]
 ) -> int:
-    """Return the index of the tier to which the file is pinned, or of its current tier if that one is full."""
+    """Return the index of the tier to which the file is pinned, or of its current tier if the pinned one is full."""
     pinned_index = index_by_tier.get(row.pinned or "", current_index)
     return pinned_index if free_bytes[pinned_index] >= row.allocated_bytes else current_index
 
@@ -144,9 +144,11 @@ def _find_tier_by_heat(
     return len(entry_scores) - 1
 
 
-def _find_first_with_space(first: int, allocated_bytes: int, free_bytes: Sequence[int], *, fallback_index: int) -> int:
-    """Return the index of the fastest tier with space, from `first` on, or `fallback_index` if none has space."""
-    for index in range(first, len(free_bytes)):
+def _find_first_with_space(
+    first_index: int, allocated_bytes: int, free_bytes: Sequence[int], *, fallback_index: int
+) -> int:
+    """Return the index of the fastest tier with space, from `first_index` on, or `fallback_index` if none has space."""
+    for index in range(first_index, len(free_bytes)):
         if free_bytes[index] >= allocated_bytes:
             return index
     return fallback_index

@@ -150,6 +150,6 @@ def _read(descriptor: int) -> RecordedMove | None:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    written = 0
-    while written < len(data):
-        written += os.write(descriptor, data[written:])
+    written_bytes = 0
+    while written_bytes < len(data):
+        written_bytes += os.write(descriptor, data[written_bytes:])

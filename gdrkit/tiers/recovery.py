@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from gdrkit.tiers.folder import TierFolder
     from gdrkit.tiers.record import MoveRecord, RecordedMove
 
-__all__ = ["interrupted_migrations", "recover"]
+__all__ = ["find_interrupted_migrations", "recover"]
 
 
-def interrupted_migrations(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
+def find_interrupted_migrations(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
     """Yield a finding for each migration that :func:`recover` would complete or undo."""
     for folder in folders.values():
         for record in lock_dead_records(folder):
@@ -77,9 +77,9 @@ def _recover_into(folder: TierFolder, folders: Mapping[str, TierFolder], catalog
         records = lock_dead_records(folder)
         # A migration creates its copy and its record under one lock, so a copy without a record was left by a process
         # that died between the two.
-        for copy in set(folder.list_own_folder("incoming")) - list_recorded_ids(folder):
+        for copy_id in set(folder.list_own_folder("incoming")) - list_recorded_ids(folder):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(copy, dir_fd=folder.own_folder("incoming"))
+                os.unlink(copy_id, dir_fd=folder.own_folder("incoming"))
     for record in records:
         try:
             yield from _complete_or_undo(record, folders, catalogue)
@@ -110,11 +110,11 @@ class _InterruptedMove:
 
     Attributes
     ----------
-    _named_info : os.stat_result or None
+    _named_status : os.stat_result or None
         The file under its name in the source; None if the name does not exist.
-    _retired_info : os.stat_result or None
+    _retired_status : os.stat_result or None
         The old file in the ``retired`` folder of the source; None if it is not there.
-    _copy_info : os.stat_result or None
+    _copy_status : os.stat_result or None
         The copy under its name in the destination; None if the name does not exist, or belongs to another file.
     """
 
@@ -122,46 +122,46 @@ class _InterruptedMove:
         self._id = record.id
         self._move = move
         self._source, self._destination = source, record.folder
-        self._named_info = source.stat(move.name)
-        self._retired_info = _stat_at(source.own_folder("retired"), record.id)
+        self._named_status = source.stat(move.name)
+        self._retired_status = _stat_at(source.own_folder("retired"), record.id)
         file_status = self._destination.stat(move.name)
-        self._copy_info = file_status if file_status is not None and file_status.st_ino == move.copy_inode else None
+        self._copy_status = file_status if file_status is not None and file_status.st_ino == move.copy_inode else None
 
     def complete_or_undo(self, catalogue: Catalogue) -> Iterator[TierFinding]:
         """Complete or undo the migration, and yield the findings for the administrator."""
         name = self._move.name
-        if self._retired_info is None and self._named_info is not None:
+        if self._retired_status is None and self._named_status is not None:
             yield from self._discard_copy()
-            catalogue.record_file(name, self._source.name, self._named_info)
-        elif self._retired_info is not None and self._is_retired_valid():
+            catalogue.record_file(name, self._source.name, self._named_status)
+        elif self._retired_status is not None and self._is_retired_valid():
             yield from self._discard_copy()
             self._restore_name()
-            catalogue.record_file(name, self._source.name, self._retired_info)
+            catalogue.record_file(name, self._source.name, self._retired_status)
             text = "the file had changed during its migration; it is back in its tier"
             yield TierFinding(FindingKind.INTERRUPTED, name, self._source.name, text, mended=True)
         else:
-            if self._retired_info is not None:
+            if self._retired_status is not None:
                 yield from self._discard_retired()
-            if self._copy_info is not None:
-                catalogue.record_file(name, self._destination.name, self._copy_info)
+            if self._copy_status is not None:
+                catalogue.record_file(name, self._destination.name, self._copy_status)
 
     def _is_retired_valid(self) -> bool:
         """Return whether the retired file must get its name back.
 
         This is the case if only the retired file was written during the migration, or if the copy does not exist.
         """
-        if self._named_info is not None or self._retired_info is None:
+        if self._named_status is not None or self._retired_status is None:
             return False
-        if self._copy_info is None:
+        if self._copy_status is None:
             return self._destination.stat(self._move.name) is None
-        return not self._move.is_unchanged(self._retired_info) and self._move.is_unchanged(self._copy_info)
+        return not self._move.is_unchanged(self._retired_status) and self._move.is_unchanged(self._copy_status)
 
     def _discard_copy(self) -> Iterator[TierFinding]:
         """Remove the copy, or keep it if another program has written to it."""
-        if self._copy_info is None:
+        if self._copy_status is None:
             return
         with self._destination.open_parent(self._move.name) as (parent_fd, base_name):
-            if self._move.is_unchanged(self._copy_info):
+            if self._move.is_unchanged(self._copy_status):
                 os.unlink(base_name, dir_fd=parent_fd)
             else:
                 text = "another program wrote to the copy before the copy became the file"
@@ -172,9 +172,9 @@ class _InterruptedMove:
         """Remove the retired file, or keep it if another program has written to it or the copy is gone."""
         retired_fd = self._source.own_folder("retired")
         if (
-            self._retired_info is not None
-            and self._move.is_unchanged(self._retired_info)
-            and self._copy_info is not None
+            self._retired_status is not None
+            and self._move.is_unchanged(self._retired_status)
+            and self._copy_status is not None
         ):
             os.unlink(self._id, dir_fd=retired_fd)
         else:

@@ -1,4 +1,4 @@
-"""The route between a tier and device memory: directly, or through host memory.
+"""The route of transfers between a tier and device memory: direct, or through host memory.
 
 A route is reported only after a transfer to or from device memory has used it. Transfers with host memory have no such
 route.

@@ -85,20 +85,20 @@ def run_until_signalled(configuration: Configuration, *, as_json: bool, stream: 
     """Move files by policy in the background until SIGTERM or SIGINT, and then end within two seconds."""
     output, stop_event = RunOutput(stream, as_json=as_json), threading.Event()
 
-    def work() -> None:
+    def run_in_background() -> None:
         with TierManager(configuration) as manager:
             BackgroundRun(manager, stop=stop_event, output=output).run()
 
     # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gdrkit-run") as thread:
-        outcome = thread.submit(work)
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gdrkit-run") as executor:
+        run_future = executor.submit(run_in_background)
         # If the run ends with an error, sigwait() receives this signal.
-        outcome.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        run_future.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
         signal.sigwait(_SIGNALS)
         stop_event.set()
         try:
-            outcome.result(_STOP_TIMEOUT_S)
+            run_future.result(_STOP_TIMEOUT_S)
         except concurrent.futures.TimeoutError:
             # A system call takes long, for example fsync on a slow device, or a scan of a million files. The process
             # ends like after SIGKILL, and a recovery completes or undoes the migration.
@@ -139,7 +139,7 @@ def print_plan(
 ) -> None:
     """Print the moves that a run would make.
 
-    These are the moves of the named files to `destination`. If it is None, they are the moves that the policy requires.
+    These are the moves of the named files to `destination`. If `destination` is None, the policy decides the moves.
     """
     if destination is not None:
         moves = _plan_named_moves(manager, names, destination)

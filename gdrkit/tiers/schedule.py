@@ -1,4 +1,4 @@
-"""When files are moved in the background, and how fast: the interval, the quiet hours and the rate limit."""
+"""The schedule and the speed of moves in the background: the interval, the quiet hours and the rate limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOURS_PATTERN = re.compile(r"(\d\d):(\d\d)-(\d\d):(\d\d)")
 _MINUTES_PER_HOUR, _HOURS_PER_DAY = 60, 24
 _DAY_S = 86400
 # Longest pause between two chunks of a copy, in seconds. A program that opens the file for writing may have to wait for
-# it, because the migration looks for such programs only between two chunks.
+# the end of the pause, because the migration detects such programs only between two chunks.
 _PAUSE_S_MAX = 0.1
 _CHUNK_BYTES_MIN = 4 * KIB
 
@@ -64,8 +64,8 @@ class QuietHours:
 
     def remaining_s(self, time_s: float) -> float:
         """Return the seconds until the quiet hours end, or 0 if `time_s` (seconds since 1970) is not in them."""
-        local = time.localtime(time_s)
-        now_s = local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec
+        local_time = time.localtime(time_s)
+        now_s = local_time.tm_hour * 3600 + local_time.tm_min * 60 + local_time.tm_sec
         since_begin_s, length_s = (now_s - self.begin_s) % _DAY_S, (self.end_s - self.begin_s) % _DAY_S
         return float(max(0, length_s - since_begin_s))
 
@@ -115,7 +115,7 @@ class RunSettings:
 class Pace:
     """The rate limit of the copies of a background run.
 
-    A chunk is *paid* once the time has passed that a copy of its bytes takes at the limit. The next chunk is copied
+    A chunk is *paid* after the time that a copy of its bytes takes at the limit. The next chunk is copied
     when all earlier chunks are paid. Idle time is not saved up, so there are no bursts.
 
     Parameters
@@ -145,13 +145,13 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rate_bytes_per_s, self._wait, self._clock = rate_bytes_per_s, wait, clock
-        # The time at which all chunks until now are paid.
+        # The time from which all chunks so far are paid.
         self._paid_at_s = -math.inf
         self.unsynced_bytes_max = 32 * MIB
         self.chunk_bytes = CHUNK_BYTES
         if rate_bytes_per_s is not None:
-            paid_bytes = align_down(int(rate_bytes_per_s * _PAUSE_S_MAX), alignment_bytes=_CHUNK_BYTES_MIN)
-            self.chunk_bytes = min(CHUNK_BYTES, paid_bytes)
+            bytes_per_pause = align_down(int(rate_bytes_per_s * _PAUSE_S_MAX), alignment_bytes=_CHUNK_BYTES_MIN)
+            self.chunk_bytes = min(CHUNK_BYTES, bytes_per_pause)
 
     def spend(self, length_bytes: int) -> None:
         """Wait until the earlier chunks are paid, then charge the next chunk of `length_bytes`."""

@@ -117,7 +117,7 @@ def make_findings_table(findings: Iterable[TierFinding]) -> Table:
 
 
 def make_speeds_table(speeds: Iterable[Speed]) -> Table:
-    """Return the table of the measured speeds, beside the required speeds of the default tiers."""
+    """Return the table of the measured speeds, beside the stated speeds of the default tiers."""
     table = _make_table(
         "tier",
         "read GB/s",
@@ -148,9 +148,9 @@ def make_speeds_table(speeds: Iterable[Speed]) -> Table:
 
 
 def _describe_route(route: TierRoute) -> Text:
-    path = f" by {route.route}" if route.route else ""
+    route_text = f" by {route.route}" if route.route else ""
     cause_text = f": {route.why}" if route.why else ""
-    return Text(f"{route.state.value}{path}{cause_text}", _STATE_STYLES[route.state])
+    return Text(f"{route.state.value}{route_text}{cause_text}", _STATE_STYLES[route.state])
 
 
 def _make_table(*columns: str) -> Table:

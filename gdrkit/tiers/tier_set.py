@@ -81,10 +81,11 @@ class TierSet:
         return self.folders[name]
 
     def exclude_unknown_folders(self, catalogue: Catalogue) -> None:
-        """Exclude each folder whose identity differs from the one in the catalogue, and claim the folders that are new.
+        """Exclude the folders that are not the ones in the catalogue, and claim all others.
 
-        An excluded folder is the mount point of a file system that is not mounted, or it is another disk. gdrkit writes
-        nothing into an excluded folder, and does not report the files of its tier as missing.
+        A folder whose identity differs from the catalogue is excluded if it has no ``.gdrkit-tiers`` folder, or if it
+        has an identity and the catalogue has files of its tier. It is the mount point of a file system that is not
+        mounted, or another disk. gdrkit writes nothing into it, and does not report the files of its tier as missing.
         """
         identities, totals = catalogue.identities(), catalogue.totals()
         for name, folder in tuple(self.folders.items()):

@@ -55,7 +55,7 @@ class TieredFile:
         self._descriptor = descriptor
         self._gds_files: dict[str, File] = {}
         self._gds_files_lock = threading.Lock()
-        self._route: TierRoute | None = None  # The route that was last written to the catalogue.
+        self._recorded_route: TierRoute | None = None  # The route that was last written to the catalogue.
         self._handle = Handle("tiers.file")
 
     def fileno(self) -> int:
@@ -152,12 +152,12 @@ class TieredFile:
     def _record_route(self, result: TransferResult) -> None:
         """Write the route between the tier and device memory to the catalogue if it has changed."""
         route = observed_route(result)
-        if route is None or route == self._route:
+        if route is None or route == self._recorded_route:
             return
         with self._log_catalogue_errors("the route of a tier"):
             if self._catalogue.routes().get(self.tier) != route:
                 self._catalogue.record_route(self.tier, route)
-            self._route = route
+            self._recorded_route = route
 
     def _record_size(self, descriptor: int) -> None:
         file_status = os.fstat(descriptor)

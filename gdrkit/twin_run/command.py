@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from gdrkit import launch
 from gdrkit.errors import Api, UsageError
 from gdrkit.text import escape_controls
-from gdrkit.twin_run.domain_state import find_joined_domain, write_devices
+from gdrkit.twin_run.domain_state import enter_domain, write_devices
 from gdrkit.twin_run.loaded import LoadedLibraries
 from gdrkit.twin_run.report import list_used_apis, report_document, report_lines
 from gdrkit.twin_run.supervisor import exit_like, supervise
@@ -106,11 +106,12 @@ def run_on_twins(
 def _open_shared_state(options: launch.Launch, environment: dict[str, str]) -> Iterator[Path | None]:
     """Create or join the state of the domain, with the device files of the verbs twin.
 
-    A program needs neither to run on the twins. So if that fails, one line says so, and the value is None.
+    Programs can run on the twins without them. So a failure is only printed as one line, and the value of the block is
+    None.
     """
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(find_joined_domain(environment))
+            folder = stack.enter_context(enter_domain(environment))
         except OSError as error:
             _warn(f"no report and no device files in /sys and /dev, because the state cannot be stored: {error}")
             yield None

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["find_joined_domain", "write_devices"]
+__all__ = ["enter_domain", "write_devices"]
 
 # 16 devices with 32 bytes each: native/twins/loader/tree_files.hpp.
 _COUNTERS_FILE_BYTES = 512
 _COUNTED_DEVICES = ("GDRKIT_TWINS_NICS", "GDRKIT_TWINS_GPUS")
-_VARIABLES_OF_THE_COMMAND = frozenset({"GDRKIT_TWINS_FAULTS", "GDRKIT_TWINS_RUN", "LD_PRELOAD", "LD_AUDIT"})
+_COMMAND_ONLY_VARIABLES = frozenset({"GDRKIT_TWINS_FAULTS", "GDRKIT_TWINS_RUN", "LD_PRELOAD", "LD_AUDIT"})
 _WRITE_TIMEOUT_S = 30
 
 
 @contextlib.contextmanager
-def find_joined_domain(environment: Mapping[str, str]) -> Iterator[Path]:
+def enter_domain(environment: Mapping[str, str]) -> Iterator[Path]:
     """Create or join the folder of the domain that `environment` names, and leave it at the end.
 
     Raises
@@ -41,12 +41,12 @@ def find_joined_domain(environment: Mapping[str, str]) -> Iterator[Path]:
     """
     user_folder = _open_user_folder()
     _remove_unused_domains(user_folder)
-    folder, lock = _join_domain(user_folder / _make_domain_key(environment))
+    folder, lock_descriptor = _join_domain(user_folder / _make_domain_key(environment))
     try:
         yield folder
     finally:
-        _remove_if_unused(folder, lock)
-        os.close(lock)
+        _remove_if_unused(folder, lock_descriptor)
+        os.close(lock_descriptor)
         with contextlib.suppress(OSError):
             user_folder.rmdir()
 
@@ -67,7 +67,7 @@ def write_devices(folder: Path, program: Path, environment: Mapping[str, str]) -
     if tree.is_dir():
         return None
     # Fault plans and the record of uses are for the command.
-    variables = {name: value for name, value in environment.items() if name not in _VARIABLES_OF_THE_COMMAND}
+    variables = {name: value for name, value in environment.items() if name not in _COMMAND_ONLY_VARIABLES}
     new_tree = folder / f"tree.{os.getpid()}"
     try:
         result = subprocess.run(
@@ -101,9 +101,9 @@ def _make_domain_key(environment: Mapping[str, str]) -> str:
 
 def _open_user_folder() -> Path:
     """Create and return the folder of this user. Other users cannot enter it."""
-    memory = Path("/dev/shm")  # noqa: S108 - the folder below it is checked.
-    parent = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    folder = parent / f"gdrkit-twins-{os.getuid()}"
+    shared_memory_folder = Path("/dev/shm")  # noqa: S108 - the folder below it is checked.
+    parent_folder = shared_memory_folder if os.access(shared_memory_folder, os.W_OK) else Path(tempfile.gettempdir())
+    folder = parent_folder / f"gdrkit-twins-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
@@ -119,16 +119,16 @@ def _join_domain(folder: Path) -> tuple[Path, int]:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if _is_same_folder(folder, lock):
+        lock_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(lock_descriptor, fcntl.LOCK_SH)
+        if _is_same_folder(folder, lock_descriptor):
             break
-        # The last user of the folder has removed it since it was opened.
-        os.close(lock)
-    counters = os.open(folder / "counters", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    os.ftruncate(counters, _COUNTERS_FILE_BYTES)
-    os.close(counters)
-    return folder, lock
+        # Another process has removed the folder before this process got the lock. Start again with a new folder.
+        os.close(lock_descriptor)
+    counters_descriptor = os.open(folder / "counters", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.ftruncate(counters_descriptor, _COUNTERS_FILE_BYTES)
+    os.close(counters_descriptor)
+    return folder, lock_descriptor
 
 
 def _is_same_folder(folder: Path, descriptor: int) -> bool:
@@ -138,10 +138,10 @@ def _is_same_folder(folder: Path, descriptor: int) -> bool:
         return False
 
 
-def _remove_if_unused(folder: Path, lock: int) -> None:
+def _remove_if_unused(folder: Path, lock_descriptor: int) -> None:
     """Remove the folder if no other process has locked it."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -151,8 +151,8 @@ def _remove_unused_domains(user_folder: Path) -> None:
     """Remove the folders of domains that no process uses any more."""
     for folder in user_folder.iterdir():
         with contextlib.suppress(OSError):
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            lock_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                _remove_if_unused(folder, lock)
+                _remove_if_unused(folder, lock_descriptor)
             finally:
-                os.close(lock)
+                os.close(lock_descriptor)

@@ -47,26 +47,26 @@ class LoadedLibraries:
     twin_apis: frozenset[Api]
     usage_file: str
     real: set[RealLibrary] = field(default_factory=set)
-    _api_of_path: dict[str, Api | None] = field(default_factory=dict)
+    _api_by_path: dict[str, Api | None] = field(default_factory=dict)
     _tree: HostTree = field(default_factory=HostTree)
 
-    def observe(self, command: int) -> None:
+    def observe(self, command_process_id: int) -> None:
         """Examine the command with this process ID, its descendants, and all processes with its environment."""
         marker = f"{launch.USAGE_VARIABLE}={self.usage_file}".encode()
-        for process_id, program in descendants(self._tree, command, marker=marker).items():
+        for process_id, program in descendants(self._tree, command_process_id, marker=marker).items():
             self._observe_process(process_id, program)
 
     def _observe_process(self, process_id: int, program: str) -> None:
-        maps = self._tree.text(f"/proc/{process_id}/maps") or ""
-        for path in dict.fromkeys(_EXECUTABLE_MAPPING.findall(maps)):
+        maps_text = self._tree.text(f"/proc/{process_id}/maps") or ""
+        for path in dict.fromkeys(_EXECUTABLE_MAPPING.findall(maps_text)):
             api = self._find_replaced_api(path)
             if api is not None:
                 self.real.add(RealLibrary(api.value, path, program, process_id))
 
     def _find_replaced_api(self, path: str) -> Api | None:
         """Return the API whose twin should have been loaded instead of this library, or None."""
-        if path not in self._api_of_path:
+        if path not in self._api_by_path:
             api = launch.api_of_library(path)
             is_real = api in self.twin_apis and not launch.is_twin(path)
-            self._api_of_path[path] = api if is_real else None
-        return self._api_of_path[path]
+            self._api_by_path[path] = api if is_real else None
+        return self._api_by_path[path]

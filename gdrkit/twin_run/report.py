@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["list_used_apis", "report_document", "report_lines"]
 
 # The object that a program must create to use an API, in the singular and in the plural, and the text if there is none.
-_OBJECT_OF_API = {
+_OBJECT_NOUNS_BY_API = {
     Api.VERBS: ("queue pair", "queue pairs", "no queue pair reached the state RTR"),
     Api.CUDA: ("memory allocation", "memory allocations", "no memory allocation"),
     Api.CUFILE: ("registered file", "registered files", "no registered file"),
@@ -55,13 +55,15 @@ def report_lines(
         else:
             untouched_apis.append(api.value)
     for runtime in dict.fromkeys(use.library for use in runtimes):
-        programs = _describe_programs([(use.program, use.process_id) for use in runtimes if use.library == runtime])
-        lines.append(f"{Api.CUDA.value}: twin of {runtime} opened by {programs}")
+        programs_text = _describe_programs(
+            [(use.program, use.process_id) for use in runtimes if use.library == runtime]
+        )
+        lines.append(f"{Api.CUDA.value}: twin of {runtime} opened by {programs_text}")
     libraries = dict.fromkeys((library.api, library.path) for library in real_libraries)
     for api_name, path in libraries:
         processes = [library for library in real_libraries if library.path == path]
-        programs = _describe_programs([(library.program, library.process_id) for library in processes])
-        lines.append(f"{api_name}: {path}, not the twin, was loaded by {programs}")
+        programs_text = _describe_programs([(library.program, library.process_id) for library in processes])
+        lines.append(f"{api_name}: {path}, not the twin, was loaded by {programs_text}")
     if untouched_apis:
         lines.append(f"not used: {', '.join(untouched_apis)}")
     return lines
@@ -96,26 +98,26 @@ def report_document(
 
 
 def _describe_use(api: Api, uses: Sequence[ProcessUse]) -> str:
-    programs = _describe_programs([(use.program, use.process_id) for use in uses])
+    programs_text = _describe_programs([(use.program, use.process_id) for use in uses])
     objects_count = sum(use.objects_count for use in uses)
     moved_bytes = sum(use.moved_bytes for use in uses)
-    singular, plural, no_object = _OBJECT_OF_API[api]
+    singular, plural, no_object = _OBJECT_NOUNS_BY_API[api]
     if objects_count == 0:
-        return f"{api.value}: twin opened by {programs}, but not used: {no_object}"
-    objects = format_count(objects_count, singular, plural)
+        return f"{api.value}: twin opened by {programs_text}, but not used: {no_object}"
+    objects_text = format_count(objects_count, singular, plural)
     moved_text = f"; {rounded_bytes(moved_bytes)} moved" if moved_bytes else ""
-    return f"{api.value}: twin opened by {programs}; {objects}{moved_text}"
+    return f"{api.value}: twin opened by {programs_text}; {objects_text}{moved_text}"
 
 
 def _describe_programs(processes: Sequence[tuple[str, int]]) -> str:
     """Return text such as ``ib_write_bw (pid 12, 13), python3 (pid 14)``."""
-    ids_of_program: dict[str, list[int]] = {}
+    ids_by_program: dict[str, list[int]] = {}
     for program, process_id in processes:
-        ids_of_program.setdefault(program, []).append(process_id)
+        ids_by_program.setdefault(program, []).append(process_id)
     texts = []
-    for program, process_ids in list(ids_of_program.items())[:_PROGRAMS_MAX]:
+    for program, process_ids in list(ids_by_program.items())[:_PROGRAMS_MAX]:
         ids_text = ", ".join(map(str, process_ids[:_PROCESSES_MAX]))
         unlisted_count = len(process_ids) - _PROCESSES_MAX
         texts.append(f"{program} (pid {ids_text}{f' and {unlisted_count} more' if unlisted_count > 0 else ''})")
-    unlisted_count = len(ids_of_program) - _PROGRAMS_MAX
+    unlisted_count = len(ids_by_program) - _PROGRAMS_MAX
     return ", ".join(texts) + (f" and {unlisted_count} more programs" if unlisted_count > 0 else "")

@@ -1,8 +1,8 @@
 """Supervision of a command: start it, forward signals to it, and end as it ended, as if it had replaced this process.
 
 The command is in the process group of this process and has its standard streams. So the terminal sends its signals
-(Ctrl-C, Ctrl-Z, window size) to both; this process leaves them to the command. A signal that another process sends to
-this process is forwarded. If this process is killed, the kernel kills the command.
+(Ctrl-C, Ctrl-Z, window size) to both, and this process does not forward them. It forwards signals that other processes
+send to it. If this process is killed, the kernel kills the command.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 __all__ = ["block_signals", "exit_like", "supervise"]
 
 # SIGKILL and SIGSTOP cannot be blocked.
-_SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+_BLOCKED_SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 # si_code of a signal that the kernel sends, such as the signals of the terminal (asm-generic/siginfo.h).
 _SI_KERNEL = 0x80
 # If one of these signals stops the command, the terminal has stopped the whole job, of which this process is a part.
-_JOB_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+_TERMINAL_STOP_SIGNALS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 _OBSERVE_FIRST_INTERVAL_S, _OBSERVE_INTERVAL_S_MAX = 0.02, 2.0
 _EXEC_FAILED = 127
 
 
 def block_signals() -> set[signal.Signals | int]:
-    """Block all signals in this thread and in the threads that it creates later. Return the mask from before.
+    """Block all signals in this thread and in the threads that it creates later. Return the previous mask.
 
     The kernel may give a signal of the process to any thread that does not block it. A thread with the old mask would
     discard SIGCHLD, and SIGTERM in it would end this process, although :func:`supervise` waits for both.
     """
-    return set(signal.pthread_sigmask(signal.SIG_SETMASK, _SIGNALS))
+    return set(signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED_SIGNALS))
 
 
 def supervise(
@@ -77,10 +77,10 @@ def supervise(
     sys.stderr.flush()
     command_mask = block_signals() if signal_mask is None else signal_mask
     error_reader, error_writer = os.pipe2(os.O_CLOEXEC)
-    parent = os.getpid()
+    parent_id = os.getpid()
     child_id = os.fork()
     if child_id == 0:
-        _execute(command, environment, parent, command_mask, error_writer)
+        _execute(command, environment, parent_id, command_mask, error_writer)
     os.close(error_writer)
     with os.fdopen(error_reader, "rb") as reader:
         error_text = reader.read()
@@ -98,46 +98,50 @@ def supervise(
             reason=Reason.NO_PERMISSION if error_number == errno.EACCES else Reason.BAD_ARGUMENT,
             what_to_do="check the name of the command" if error_number == errno.ENOENT else "make it executable",
         )
-    return _wait(child_id, observe, interval_s_max)
+    return _wait_and_observe(child_id, observe, interval_s_max)
 
 
 def _execute(
-    command: Sequence[str], environment: Mapping[str, str], parent: int, mask: set[signal.Signals | int], errors: int
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    parent_id: int,
+    child_mask: set[signal.Signals | int],
+    error_descriptor: int,
 ) -> NoReturn:
-    """Replace the new child process by the command. If that fails, write the errno to the descriptor `errors`."""
+    """Replace the new child process by the command. If that fails, write the errno to `error_descriptor`."""
     try:
-        die_with_parent(parent)
+        die_with_parent(parent_id)
         # Python ignores these signals. Programs expect the default actions.
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for signal_number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(signal_number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, child_mask)
         os.execvpe(command[0], list(command), environment)  # noqa: S606 - no shell is involved.
     except OSError as error:
-        os.write(errors, str(error.errno).encode())
+        os.write(error_descriptor, str(error.errno).encode())
     finally:
         os._exit(_EXEC_FAILED)
 
 
-def _wait(child_id: int, observe: Callable[[int], None], interval_s_max: float) -> int:
+def _wait_and_observe(child_id: int, observe: Callable[[int], None], interval_s_max: float) -> int:
     interval_s = _OBSERVE_FIRST_INTERVAL_S
     next_observation_s = time.monotonic() + interval_s
     while True:
-        details = signal.sigtimedwait(_SIGNALS, max(0.0, next_observation_s - time.monotonic()))
-        if details is None or details.si_signo == signal.SIGCHLD:
+        signal_info = signal.sigtimedwait(_BLOCKED_SIGNALS, max(0.0, next_observation_s - time.monotonic()))
+        if signal_info is None or signal_info.si_signo == signal.SIGCHLD:
             observe(child_id)
-            # This is also done without SIGCHLD, because a thread of a library may have taken the signal.
-            if (status := _collect(child_id)) is not None:
+            # The status is polled even without SIGCHLD, because a thread of a library may have taken the signal.
+            if (status := _poll_status(child_id)) is not None:
                 return status
-            if details is None:
+            if signal_info is None:
                 interval_s = min(2 * interval_s, interval_s_max)
                 next_observation_s = time.monotonic() + interval_s
-        elif details.si_code != _SI_KERNEL:
+        elif signal_info.si_code != _SI_KERNEL:
             # The command may have ended meanwhile.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child_id, details.si_signo)
+                os.kill(child_id, signal_info.si_signo)
 
 
-def _collect(child_id: int) -> int | None:
+def _poll_status(child_id: int) -> int | None:
     """Return the wait status of the command if it has ended. If the terminal stopped it, stop this process too."""
     while True:
         process_id, status = os.waitpid(child_id, os.WNOHANG | os.WUNTRACED)
@@ -145,7 +149,7 @@ def _collect(child_id: int) -> int | None:
             return None
         if not os.WIFSTOPPED(status):
             return status
-        if os.WSTOPSIG(status) in _JOB_STOPS:
+        if os.WSTOPSIG(status) in _TERMINAL_STOP_SIGNALS:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -156,9 +160,9 @@ def exit_like(status: int) -> NoReturn:
     if os.WIFSIGNALED(status):
         # This process must not overwrite the core file of the command.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        number = os.WTERMSIG(status)
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        signal_number = os.WTERMSIG(status)
+        if signal_number != signal.SIGKILL:
+            signal.signal(signal_number, signal.SIG_DFL)
+        os.kill(os.getpid(), signal_number)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os._exit(os.waitstatus_to_exitcode(status))

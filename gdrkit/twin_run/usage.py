@@ -33,11 +33,11 @@ _SLOT_COUNT = 4096
 _STATE_READY = 2
 # A dma-buf of the twins is a descriptor of one of these memfds that is open for writing only (model/dmabuf.cpp).
 _DMABUF_MEMFDS = ("/memfd:gdrkit-gpu:", "/memfd:gdrkit-dmabuf:")
-_FLAGS = re.compile(r"^flags:\s*([0-7]+)$", re.MULTILINE)
-_EXPORTER = "gdrkit-twin"
-_API_OF_NUMBER = {1: Api.VERBS, 2: Api.CUDA, 3: Api.CUFILE, 4: Api.HLTHUNK}
+_OPEN_FLAGS = re.compile(r"^flags:\s*([0-7]+)$", re.MULTILINE)
+_TWIN_EXPORTER = "gdrkit-twin"
+_API_BY_NUMBER = {1: Api.VERBS, 2: Api.CUDA, 3: Api.CUFILE, 4: Api.HLTHUNK}
 # The twins of the CUDA runtime have slots of their own. The counts are in the slot of the CUDA twin below them.
-_RUNTIME_OF_NUMBER = {5: "libcudart.so.12", 6: "libcudart.so.13"}
+_RUNTIME_BY_NUMBER = {5: "libcudart.so.12", 6: "libcudart.so.13"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,36 +93,37 @@ def read_usage(path: Path) -> list[ProcessUse]:
     Every process of the run can write into the file, so slots with impossible values are left out.
     """
     uses = []
-    for api, process_id, program, objects_count, moved_bytes, *flags in _find_ready_slots(path):
-        if api in _API_OF_NUMBER:
+    for api, process_id, program, objects_count, moved_bytes, *open_counts in _find_ready_slots(path):
+        if api in _API_BY_NUMBER:
             # A forked child that destroyed objects of its parent has negative numbers.
-            present_counts = (max(count, 0) for count in flags)
-            uses.append(
-                ProcessUse(_API_OF_NUMBER[api], process_id, program, objects_count, moved_bytes, *present_counts)
-            )
+            valid_counts = (max(count, 0) for count in open_counts)
+            uses.append(ProcessUse(_API_BY_NUMBER[api], process_id, program, objects_count, moved_bytes, *valid_counts))
     return uses
 
 
 def read_runtimes(path: Path) -> list[RuntimeUse]:
-    """Return which processes opened a twin of the CUDA runtime, in this order."""
+    """Return the processes that opened a twin of the CUDA runtime, in the order in which they did."""
     return [
-        RuntimeUse(_RUNTIME_OF_NUMBER[api], process_id, program)
+        RuntimeUse(_RUNTIME_BY_NUMBER[api], process_id, program)
         for api, process_id, program, *_ in _find_ready_slots(path)
-        if api in _RUNTIME_OF_NUMBER
+        if api in _RUNTIME_BY_NUMBER
     ]
 
 
 def _find_ready_slots(path: Path) -> Iterator[tuple[int, int, str, int, int, int, int, int]]:
-    """Yield for each slot in use: API number, process ID, program, objects, moved bytes, and three present counts."""
+    """Yield for each slot in use: API number, process ID, program, objects, moved bytes, and three counts.
+
+    The last three are the queue pairs, the regions and the bytes of regions that exist now.
+    """
     data = path.read_bytes()
     if len(data) != _HEADER.size + _SLOT.size * _SLOT_COUNT or not data.startswith(_MAGIC):
         return
-    for state, api, process_id, _, objects_count, moved_bytes, program, *flags in _SLOT.iter_unpack(
+    for state, api, process_id, _, objects_count, moved_bytes, program, *open_counts in _SLOT.iter_unpack(
         data[_HEADER.size :]
     ):
         if state == _STATE_READY:
             name = program.partition(b"\0")[0].decode("utf-8", "backslashreplace")
-            yield api, process_id, name, objects_count, moved_bytes, *flags
+            yield api, process_id, name, objects_count, moved_bytes, *open_counts
 
 
 def twin_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple[HeldDmabuf, ...]:
@@ -134,9 +135,9 @@ def twin_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple
     dmabufs = []
     for descriptor, target in targets.items():
         if target.startswith(_DMABUF_MEMFDS):
-            flags = _FLAGS.search(tree.text(f"/proc/{process}/fdinfo/{descriptor}") or "")
+            flags_match = _OPEN_FLAGS.search(tree.text(f"/proc/{process}/fdinfo/{descriptor}") or "")
             with contextlib.suppress(OSError):  # The descriptor may have been closed meanwhile.
                 status = tree.path(f"/proc/{process}/fd/{descriptor}").stat()
-                if flags is not None and int(flags[1], 8) & os.O_ACCMODE == os.O_WRONLY:
-                    dmabufs.append(HeldDmabuf(status.st_ino, _EXPORTER, status.st_size))
+                if flags_match is not None and int(flags_match[1], 8) & os.O_ACCMODE == os.O_WRONLY:
+                    dmabufs.append(HeldDmabuf(status.st_ino, _TWIN_EXPORTER, status.st_size))
     return tuple(dmabufs)

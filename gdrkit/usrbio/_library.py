@@ -49,7 +49,7 @@ _ADVICE: dict[tuple[str, int], str] = {
     ("hf3fs_prep_io", errno.EINVAL): "use at least 1 byte inside one block of an iovec, and a ring of this direction",
     ("hf3fs_reg_fd", errno.EBADF): "open the file below the mount point of 3FS or of a running agent",
     ("hf3fs_reg_fd", errno.EINVAL): "deregister the descriptor before you register it again",
-    ("hf3fs_iordestroy", errno.ETIMEDOUT): "find out why the agent does not answer; the iovecs of the operations stay",
+    ("hf3fs_iordestroy", errno.ETIMEDOUT): "find out why the agent does not answer; the memory is never released",
     ("hf3fs_wait_for_ios", errno.EPROTO): "destroy the ring: the agent completed an operation that was not prepared",
 }
 _ADVICE_BY_ERRNO = {
@@ -85,7 +85,7 @@ def native() -> NativeModule:
                 _make_missing_function_error,
                 _make_misuse_error,
             )
-            _open(module, library_path())
+            _open_library(module, library_path())
             _opened_modules.append(module)
         return _opened_modules[0]
 
@@ -101,7 +101,7 @@ def capabilities() -> frozenset[str]:
     return frozenset(native().function_names())
 
 
-def _open(module: Any, path: Path) -> None:
+def _open_library(module: Any, path: Path) -> None:
     """Open the client library in the native module."""
     operation = f"dlopen {path}"
     if path == _GDRKIT_LIBRARY:
@@ -114,8 +114,8 @@ def _open(module: Any, path: Path) -> None:
             operation=operation, text=f"{path} does not exist", what_to_do=what_to_do, default_errno=errno.ENOENT
         )
     check_library(str(path), operation=operation)
-    if text := module.open_library(str(path)):
-        raise setup_missing(operation=operation, text=text, what_to_do=what_to_do, default_errno=errno.ELIBBAD)
+    if error_text := module.open_library(str(path)):
+        raise setup_missing(operation=operation, text=error_text, what_to_do=what_to_do, default_errno=errno.ELIBBAD)
 
 
 # The native module calls the following three functions to create its exceptions.

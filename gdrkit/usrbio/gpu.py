@@ -32,7 +32,7 @@ __all__ = [
     "open_gpu_iovec",
 ]
 
-# The directions of hf3fs_iov_sync_gpu().
+# The directions of hf3fs_iovsync_gpu().
 _BEFORE_TRANSFER, _AFTER_TRANSFER = 0, 1
 
 

@@ -58,7 +58,7 @@ def gpu_pool_statistics() -> GpuPoolStatistics:
 
 
 def limit_gpu_pool(*, idle_bytes_max: int, idle_ms_max: int = 10_000) -> None:
-    """Set the limits of the pool, and free what is above them.
+    """Set the limits of the pool, and free the idle memory above them.
 
     Parameters
     ----------

@@ -84,7 +84,7 @@ def register_fd(fd: int, flags: int = 0) -> None:
     """Allow rings to use the file of a descriptor.
 
     Call :func:`deregister_fd` before you close the descriptor, because a later file may get the same number. `flags` is
-    passed to the C interface, which defines none.
+    passed to the C interface, which defines no flags.
 
     Raises
     ------

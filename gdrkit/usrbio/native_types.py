@@ -19,7 +19,7 @@ __all__ = ["Ioring", "Iovec", "NativeModule"]
 class Iovec(Protocol):
     """Memory that rings read into or write from, or a slice of it. Host memory has the buffer protocol.
 
-    Closing it raises UsageError (BUSY) while operations are outstanding or while a memoryview of it exists.
+    Closing an iovec raises UsageError (BUSY) if operations on it are outstanding or a memoryview of it exists.
     """
 
     @property
@@ -133,8 +133,8 @@ class Ioring(Protocol):
         Parameters
         ----------
         max_results, min_results : int
-            Lowest and highest number of operations in the result. The result has fewer if the timeout expires. The
-            limit is at least 1 and at least `min_results`.
+            Highest and lowest number of operations in the result. If the timeout expires, the result has fewer than
+            `min_results`. A `max_results` below 1 or below `min_results` is raised to the larger of these two numbers.
         timeout : timedelta or None
             Limit of the wait. None means no limit.
         """
@@ -145,8 +145,8 @@ class Ioring(Protocol):
         Raises
         ------
         UsrbioError
-            ETIMEDOUT: the agent did not complete them. The ring is released. The memory of these operations is never
-            released, because the agent may still write to it.
+            ETIMEDOUT: the agent did not complete the operations in time. The ring is released. The memory of these
+            operations is never released, because the agent may still write to it.
         """
 
     def __enter__(self) -> Self: ...

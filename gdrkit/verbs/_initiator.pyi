@@ -1,5 +1,5 @@
 """
-An RDMA initiator that measures: bursts and single operations against a passive peer.
+An RDMA initiator that measures bursts and single operations against a passive peer.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Initiator:
 
     def memory(self) -> memoryview:
         """
-        Return a view of the memory. The view must be deleted before this object is.
+        Return a view of the memory. Delete the view before this object, because it does not keep the memory alive.
         """
 
     def run(self, *, to_peer: bool, remote_address: int, remote_key: int, length_bytes: int, slots: int, operations: int, depth: int, list_length: int, time_limit_s: float) -> dict: ...

@@ -93,7 +93,7 @@ def _load_modules() -> Any:
     return modules_or_error
 
 
-def _install_advice() -> str:
+def _make_install_advice() -> str:
     # The advice is not `pip install pyverbs`, because this builds pyverbs with the newest Cython, and the build fails.
     return (
         f"{system_install('python3-pyverbs')}; for another Python than the system's, install the wheel of pyverbs that "
@@ -107,7 +107,7 @@ def _import_modules() -> Any:
     for soname in (_LIBRARY, "librdmacm.so.1"):
         loader.check_library(soname, operation=f"dlopen {soname}")
     try:
-        loader.import_package("pyverbs", extension="device", folder=_SYSTEM_PACKAGES, what_to_do=_install_advice())
+        loader.import_package("pyverbs", extension="device", folder=_SYSTEM_PACKAGES, what_to_do=_make_install_advice())
         with loader.preserve_root_logger():
             return SimpleNamespace(**{name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES})
     except ImportError as error:
@@ -115,7 +115,7 @@ def _import_modules() -> Any:
         # hides the first one. The ImportError itself is not kept, because its traceback would keep the variables of all
         # callers alive.
         return loader.setup_missing(
-            operation=_IMPORT, text=str(error), what_to_do=_install_advice(), default_errno=errno.ENOENT
+            operation=_IMPORT, text=str(error), what_to_do=_make_install_advice(), default_errno=errno.ENOENT
         )
 
 
@@ -133,7 +133,7 @@ def exposes_domain_pointers() -> bool:
 def domain_pointer(domain: object) -> int | None:
     """Return the ``ibv_pd *`` of a protection domain.
 
-    If it is not known, the result is None, and pyverbs must do the registration itself.
+    If the pointer is not known, the result is None, and pyverbs must do the registration itself.
     """
     return _domain_pointers.get(id(domain))
 
@@ -306,8 +306,8 @@ def register_dmabuf(
     The region has the given `iova` if the pointer of the domain is known. Otherwise its iova is the offset in the
     dma-buf, because ``DmaBufMR`` of every version of pyverbs forces that.
 
-    ``DmaBufMR`` also holds the GIL. The call by ctypes releases it, so that other threads can run: pinning a large
-    range takes long.
+    ``DmaBufMR`` also holds the GIL. The call by ctypes releases the GIL, so that other threads can run: pinning a
+    large range takes long.
     """
     arguments = {"fd": fd, "offset_bytes": offset_bytes, "length_bytes": length_bytes, "access": access}
     pointer = domain_pointer(domain)
@@ -407,7 +407,7 @@ def take_event(channel: Any, queue: Any) -> None:
 def create_queue_pair(
     domain: Any, *, send_queue: Any, receive_queue: Any, limits: Mapping[str, int]
 ) -> tuple[object, int]:
-    """Create a reliable connected queue pair with ibv_create_qp. Return it and its number."""
+    """Create a reliable connected queue pair with ibv_create_qp. Return the pair and its number."""
     module = _load_modules().qp
     attributes = module.QPInitAttr(
         qp_type=_QPT_RC, scq=send_queue, rcq=receive_queue, cap=module.QPCap(**limits), sq_sig_all=0
@@ -459,7 +459,7 @@ def post_send(
     try:
         call("ibv_post_send", pair.post_send, request, arguments={"opcode": opcode, "elements": len(elements)})
     finally:
-        _free(request, *sges)
+        _close_all(request, *sges)
 
 
 def post_receive(pair: Any, *, work_id: int, elements: Sequence[tuple[int, int, int]]) -> None:
@@ -469,10 +469,10 @@ def post_receive(pair: Any, *, work_id: int, elements: Sequence[tuple[int, int, 
     try:
         call("ibv_post_recv", pair.post_recv, request, arguments={"elements": len(elements)})
     finally:
-        _free(request, *sges)
+        _close_all(request, *sges)
 
 
-def _free(*native_objects: Any) -> None:
+def _close_all(*native_objects: Any) -> None:
     # Up to pyverbs 59 the destructors of SGE, SendWR and RecvWR have a misspelt name and never run.
     for native_object in native_objects:
         native_object.close()

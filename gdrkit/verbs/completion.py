@@ -30,7 +30,7 @@ _WORK_ID_BITS = 56
 WORK_ID_MAX = (1 << _WORK_ID_BITS) - 1
 _REQUEST_TYPES = ("unknown", "rdma_write", "rdma_read", "send", "recv")
 
-_SPIN_S = 50e-6  # How long a wait polls without pauses.
+_SPIN_S = 50e-6  # The time for which a wait polls without pauses.
 _PAUSE_S = 50e-6  # The first pause between two polls.
 _PAUSE_MAX_S = 1e-3
 _POLL_MAX = 16  # The largest number of completions of one poll.

@@ -36,11 +36,11 @@ class NicContext(Closeable):
     def __init__(self, name: str, *, port: int, gid_index: int | None) -> None:
         """Open the device. Callers use :meth:`Nic.open` instead."""
         self.name = name
-        self._releases = ReleaseStack()
+        self._release_actions = ReleaseStack()
         self._is_closed = False
         try:
             self._context = _pyverbs.open_device(name)
-            self._releases.push(lambda: _pyverbs.close("ibv_close_device", self._context))
+            self._release_actions.push(lambda: _pyverbs.close("ibv_close_device", self._context))
             ports = query_ports(self._context)
             if not 1 <= port <= len(ports):
                 message = f"port must be between 1 and {len(ports)} for {name}, not {port}"
@@ -48,11 +48,11 @@ class NicContext(Closeable):
             self.port = ports[port - 1]
             self.gid_index, self.gid = choose_gid(self._context, ports, self.port, gid_index)
             self._domain = _pyverbs.allocate_domain(self._context)
-            self._releases.push(lambda: _pyverbs.close("ibv_dealloc_pd", self._domain))
+            self._release_actions.push(lambda: _pyverbs.close("ibv_dealloc_pd", self._domain))
         except BaseException as error:
-            self._releases.run_after(error)
+            self._release_actions.run_after(error)
             raise
-        self._handle = Handle("verbs.nic")  # Counts this NIC as an open object, for leak checks.
+        self._handle = Handle("verbs.nic")  # The handle counts this NIC as an open object, for leak checks.
 
     @property
     def closed(self) -> bool:
@@ -72,9 +72,9 @@ class NicContext(Closeable):
         return self._domain
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Register `close` to be called before the device is closed. Return a function that cancels this."""
+        """Register `close` to be called before the device is closed. Return a function that cancels the call."""
         self._check_open()
-        return self._releases.push(close)
+        return self._release_actions.push(close)
 
     def close(self) -> None:
         """Close everything that was made from the device, then the protection domain and the device.
@@ -89,7 +89,7 @@ class NicContext(Closeable):
         """
         if self._is_closed:
             return
-        self._releases.run()
+        self._release_actions.run()
         self._is_closed = True
         self._handle.release()
 

@@ -68,7 +68,7 @@ class Nic(NicContext):
         SetupMissing
             EACCES, EPERM: this user may not open /dev/infiniband.
         """
-        names = [row.name for row in _pyverbs.list_devices()]
+        names = [entry.name for entry in _pyverbs.list_devices()]
         if name not in names:
             message = f"there is no RDMA device {name!r}; libibverbs lists {names}"
             raise UsageError(message, reason=Reason.NO_DEVICE)
@@ -227,8 +227,8 @@ def open_active_nics(names: Sequence[str] | None = None, *, count_max: int | Non
     SetupMissing
         See :func:`list_nics` and :meth:`Nic.open`. No device stays open.
     """
-    info_by_name = {info.name: info for info in list_nics()}
-    chosen_names = [name for name, info in info_by_name.items() if info.active] if names is None else names
+    info_by_name = {nic_info.name: nic_info for nic_info in list_nics()}
+    chosen_names = [name for name, nic_info in info_by_name.items() if nic_info.active] if names is None else names
     nics: list[Nic] = []
     cleanup_stack = ReleaseStack()
     try:

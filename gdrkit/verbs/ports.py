@@ -18,8 +18,8 @@ __all__ = ["NicInfo", "PortInfo", "choose_gid", "list_nics", "query_ports"]
 _SYSFS = Path("/sys/class/infiniband")
 
 _ROCE_V2 = 2  # IBV_GID_TYPE_ROCE_V2
-_IPV4_MAPPED = "0000:0000:0000:0000:0000:ffff:"
-_LINK_LOCAL = "fe80:"
+_IPV4_MAPPED_PREFIX = "0000:0000:0000:0000:0000:ffff:"
+_LINK_LOCAL_PREFIX = "fe80:"
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ def choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, gid
         message = f"port {port.number} has no GID" + ("" if gid_index is None else f" at index {gid_index}")
         raise UsageError(message)
 
-    def preference(entry: GidEntry) -> tuple[bool, bool, bool, int]:
+    def rank_gid(entry: GidEntry) -> tuple[bool, bool, bool, int]:
         # False sorts before True.
-        is_link_local = entry.gid.startswith(_LINK_LOCAL)
-        return entry.gid_type != _ROCE_V2, not entry.gid.startswith(_IPV4_MAPPED), is_link_local, entry.gid_index
+        is_link_local = entry.gid.startswith(_LINK_LOCAL_PREFIX)
+        return entry.gid_type != _ROCE_V2, not entry.gid.startswith(_IPV4_MAPPED_PREFIX), is_link_local, entry.gid_index
 
     if port.link_layer is LinkLayer.ETHERNET:
-        usable_entries.sort(key=preference)
+        usable_entries.sort(key=rank_gid)
     return usable_entries[0].gid_index, usable_entries[0].gid
 
 

@@ -145,7 +145,7 @@ class QueuePair(Resource):
             Number of retries of a send if the other side has no receive posted, 0 to 6. With 7, the NIC retries for
             ever, which hides a missing receive.
         rnr_timer_code : int
-            Code of the pause before such a retry, which this side requests from the other side (12: 0.64 ms; table in
+            Code of the pause that the other side must make before such a retry (12: 0.64 ms; table in
             ibv_modify_qp(3)).
         reads_max : int
             Number of outstanding RDMA READs in each direction. Both sides pass the same number.
@@ -165,7 +165,7 @@ class QueuePair(Resource):
             | _AttributeMask.RQ_PSN
             | _AttributeMask.MAX_DEST_RD_ATOMIC
             | _AttributeMask.MIN_RNR_TIMER,
-            address=self._find_address(remote),
+            address=self._make_address(remote),
             path_mtu=mtu_code(min(remote.mtu_bytes, port.mtu_bytes)),
             dest_qp_num=remote.qp_number,
             rq_psn=remote.psn,
@@ -308,7 +308,7 @@ class QueuePair(Resource):
     ) -> None:
         """Post a receive of local bytes for the next SEND of the other side.
 
-        With an empty sequence, it receives the immediate of the next RDMA WRITE with immediate.
+        With an empty sequence, the receive only takes the immediate of the next RDMA WRITE with immediate.
         """
         elements = _make_elements(target, local_offset_bytes, length_bytes)
         _pyverbs.post_receive(
@@ -330,7 +330,7 @@ class QueuePair(Resource):
     def _release(self) -> None:
         _pyverbs.close("ibv_destroy_qp", self._pair)
 
-    def _find_address(self, remote: Endpoint) -> dict[str, int | str]:
+    def _make_address(self, remote: Endpoint) -> dict[str, int | str]:
         port = self.nic.port
         # RoCE has no LIDs and is addressed by the GID. InfiniBand is addressed by the LID within a subnet.
         is_global = port.link_layer is LinkLayer.ETHERNET or not remote.lid

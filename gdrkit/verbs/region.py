@@ -1,7 +1,7 @@
 """Memory regions: memory that a NIC can access, and its keys.
 
 Local requests and peers address a region by its iova. The call that registers the region determines the iova. So other
-code takes it from the region and never computes it.
+code takes the iova from the region and never computes it.
 """
 
 from __future__ import annotations

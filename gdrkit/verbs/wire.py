@@ -17,7 +17,7 @@ from gdrkit.errors import Reason, UsageError
 __all__ = ["Endpoint", "RemoteRange"]
 
 _GID = re.compile(r"[0-9a-f]{4}(:[0-9a-f]{4}){7}")
-_MTUS_BYTES = frozenset({256, 512, 1024, 2048, 4096})
+_VALID_MTU_BYTES = frozenset({256, 512, 1024, 2048, 4096})
 
 
 class _PeerValue:
@@ -32,15 +32,15 @@ class _PeerValue:
         Raises
         ------
         UsageError
-            MALFORMED: it is not a mapping, a key is missing or unknown, or a value has another type or is out of range.
+            MALFORMED: `data` is not a mapping, a key is missing or unknown, or a value has a wrong type or value.
         """
         if not isinstance(data, Mapping):
             cls._refuse(f"must be an object, not {type(data).__name__}")
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        missing = [name for name in names if name not in data]
+        missing_keys = [name for name in names if name not in data]
         unknown_keys = sorted(str(name) for name in data if name not in names)
-        if missing or unknown_keys:
-            cls._refuse(f"lacks {missing}, has unknown {unknown_keys}")
+        if missing_keys or unknown_keys:
+            cls._refuse(f"lacks {missing_keys}, has unknown {unknown_keys}")
         return cls(**{name: data[name] for name in names})
 
     def to_dict(self) -> dict[str, int | str]:
@@ -123,8 +123,8 @@ class Endpoint(_PeerValue):
 
     def __post_init__(self) -> None:
         self._check_integers(qp_number=2**24 - 1, psn=2**24 - 1, lid=2**16 - 1, mtu_bytes=4096)
-        gid: object = self.gid  # A peer is untrusted, so this may be of any type.
+        gid: object = self.gid  # A peer is untrusted, so the value may have any type.
         if not isinstance(gid, str) or not _GID.fullmatch(gid):
             self._refuse(f"has gid {self.gid!r}, which is not eight words of four hex digits")
-        if self.mtu_bytes not in _MTUS_BYTES:
-            self._refuse(f"has mtu_bytes {self.mtu_bytes}, which is not one of {sorted(_MTUS_BYTES)}")
+        if self.mtu_bytes not in _VALID_MTU_BYTES:
+            self._refuse(f"has mtu_bytes {self.mtu_bytes}, which is not one of {sorted(_VALID_MTU_BYTES)}")

@@ -99,7 +99,7 @@ def device(*, count_min: int = 1) -> Need:
 
 
 def flush(option: FlushOption) -> Need:
-    """Return the need that each device can flush the writes of NICs in this way."""
+    """Return the need that each device can flush the writes of NICs by the flush option `option`."""
     return _Flush(option)
 
 

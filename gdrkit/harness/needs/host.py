@@ -257,7 +257,7 @@ def capability(name: str) -> Need:
 
 
 # A file handle of a valid size, which belongs to no file: handle_bytes, handle_type and f_handle of struct file_handle.
-_UNKNOWN_HANDLE = struct.pack("=Ii8x", 8, 1)
+_UNKNOWN_FILE_HANDLE = struct.pack("=Ii8x", 8, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class _OpenReports:
         try:
             with OpenReports() as reports:
                 reports.add_file_system(root)
-            os.close(open_by_handle(_UNKNOWN_HANDLE, mount_descriptor=root))
+            os.close(open_by_handle(_UNKNOWN_FILE_HANDLE, mount_descriptor=root))
         except OSError as error:
             # ESTALE: the call is permitted, and the handle is unknown, as intended.
             return None if error.errno == errno.ESTALE else f"{error.filename} failed: {error.strerror}"

@@ -13,14 +13,14 @@ import stat
 from typing import TYPE_CHECKING
 
 from gdrkit.inventory.capture import SCHEMA_VERSION, Capture, RecordedReads
-from gdrkit.inventory.importers.functions import malformed
+from gdrkit.inventory.importers.functions import make_malformed_error
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["import_folder"]
 
-_INFINIBAND = "/sys/class/infiniband"
+_INFINIBAND_FOLDER = "/sys/class/infiniband"
 _ROOT_FOLDERS = ("sys", "proc", "etc", "run", "dev")
 _FILES_MAX = 100_000
 _FILE_BYTES_MAX = 1 << 20
@@ -42,12 +42,14 @@ def import_folder(folder: Path) -> Capture:
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
-        raise malformed(source_name, f"cannot be listed: {error.strerror}") from error
+        raise make_malformed_error(source_name, f"cannot be listed: {error.strerror}") from error
     has_root_folders = any(name in _ROOT_FOLDERS for name in names)
     if not has_root_folders and not any((folder / name / "ports").is_dir() for name in names):
-        raise malformed(source_name, "it contains neither sys nor proc, and is not a copy of /sys/class/infiniband")
+        raise make_malformed_error(
+            source_name, "it contains neither sys nor proc, and is not a copy of /sys/class/infiniband"
+        )
     walker = _Walker(folder)
-    walker.walk("" if has_root_folders else _INFINIBAND, folder, depth=0)
+    walker.walk("" if has_root_folders else _INFINIBAND_FOLDER, folder, depth=0)
     if has_root_folders:
         # Only a part of the root folder was copied, so a name that is missing in it may exist on the machine.
         walker.reads.folders.pop("/", None)
@@ -60,13 +62,13 @@ class _Walker:
 
     def __init__(self, root: Path) -> None:
         self.reads = RecordedReads()
-        self._source = str(root)
+        self._source_name = str(root)
         self._bytes_left, self._files_left = _TOTAL_BYTES_MAX, _FILES_MAX
 
     def walk(self, name: str, folder: Path, *, depth: int) -> None:
         """Import the contents of `folder`, whose path on the captured machine is `name`."""
         if depth > _DEPTH_MAX:
-            raise malformed(self._source, f"folders are nested more than {_DEPTH_MAX} deep")
+            raise make_malformed_error(self._source_name, f"folders are nested more than {_DEPTH_MAX} deep")
         try:
             with os.scandir(folder) as entries:
                 limited_entries = sorted(itertools.islice(entries, self._files_left + 1), key=lambda entry: entry.name)
@@ -74,14 +76,14 @@ class _Walker:
             for entry in limited_entries:
                 self._import_entry(f"{name}/{entry.name}", entry, folder, depth)
         except UnicodeEncodeError as error:
-            raise malformed(self._source, "a file name is not UTF-8") from error
+            raise make_malformed_error(self._source_name, "a file name is not UTF-8") from error
         except OSError as error:
-            raise malformed(self._source, f"{name or '/'} cannot be read: {error.strerror}") from error
+            raise make_malformed_error(self._source_name, f"{name or '/'} cannot be read: {error.strerror}") from error
 
     def _import_entry(self, path: str, entry: os.DirEntry[str], folder: Path, depth: int) -> None:
         self._files_left -= 1
         if self._files_left < 0:
-            raise malformed(self._source, f"more than {_FILES_MAX} files")
+            raise make_malformed_error(self._source_name, f"more than {_FILES_MAX} files")
         self._count_bytes(path, len(path.encode()))  # encode() raises an error for a name that is not UTF-8.
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISLNK(mode):
@@ -92,13 +94,13 @@ class _Walker:
         elif stat.S_ISREG(mode):
             self._import_file(path, entry.path)
         else:
-            raise malformed(self._source, f"{path} is neither a file nor a folder nor a link")
+            raise make_malformed_error(self._source_name, f"{path} is neither a file nor a folder nor a link")
 
     def _import_file(self, path: str, source_path: str) -> None:
         with os.fdopen(os.open(source_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             data = file.read(_FILE_BYTES_MAX + 1)
         if len(data) > _FILE_BYTES_MAX:
-            raise malformed(self._source, f"{path} has more than {_FILE_BYTES_MAX} bytes")
+            raise make_malformed_error(self._source_name, f"{path} has more than {_FILE_BYTES_MAX} bytes")
         self._count_bytes(path, len(data))
         try:
             self.reads.texts[path] = data.decode("utf-8")
@@ -108,4 +110,6 @@ class _Walker:
     def _count_bytes(self, path: str, length_bytes: int) -> None:
         self._bytes_left -= length_bytes
         if self._bytes_left < 0:
-            raise malformed(self._source, f"{path}: names and contents have more than {_TOTAL_BYTES_MAX} bytes")
+            raise make_malformed_error(
+                self._source_name, f"{path}: names and contents have more than {_TOTAL_BYTES_MAX} bytes"
+            )

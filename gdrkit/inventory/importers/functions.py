@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gdrkit.errors import Reason, UsageError
 from gdrkit.inventory.capture import FUNCTIONS_MAX, RecordedReads
 
-__all__ = ["DEPTH_MAX", "FUNCTIONS_MAX", "PciFunction", "make_sysfs_reads", "malformed", "parse_address"]
+__all__ = ["DEPTH_MAX", "FUNCTIONS_MAX", "PciFunction", "make_malformed_error", "make_sysfs_reads", "parse_address"]
 
 _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
 # Limit of bridges above each other.
@@ -46,7 +46,7 @@ class PciFunction:
     links: dict[str, str] = field(default_factory=dict)
 
 
-def malformed(source: str, detail: str) -> UsageError:
+def make_malformed_error(source: str, detail: str) -> UsageError:
     """Return the error that every importer raises for a malformed file."""
     return UsageError(f"{source}: {detail}", reason=Reason.MALFORMED)
 
@@ -56,7 +56,7 @@ def parse_address(text: str, source: str) -> str:
     match = _ADDRESS.fullmatch(text.strip())
     if match is None:
         message = f"{text[:40]!r} is not a PCI address"
-        raise malformed(source, message)
+        raise make_malformed_error(source, message)
     domain, bus, device, function = match.groups()
     return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}".lower()
 

@@ -17,24 +17,25 @@ from gdrkit.inventory.importers.functions import (
     DEPTH_MAX,
     FUNCTIONS_MAX,
     PciFunction,
+    make_malformed_error,
     make_sysfs_reads,
-    malformed,
     parse_address,
 )
 
 __all__ = ["import_lspci"]
 
-_SOURCE = "lspci"
+_SOURCE_NAME = "lspci"
 _LINES_MAX = 500_000
 _FUNCTION_LINE = re.compile(r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (.+)", re.IGNORECASE)
-_BUS = re.compile(r"\s+Bus: primary=([0-9a-f]{2}), secondary=([0-9a-f]{2}),", re.IGNORECASE)
+_BUS_LINE = re.compile(r"\s+Bus: primary=([0-9a-f]{2}), secondary=([0-9a-f]{2}),", re.IGNORECASE)
 _VENDOR_AND_DEVICE = re.compile(r"\[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
 _NUMERIC_IDENTITY = re.compile(r"([0-9a-f]{4}): ([0-9a-f]{4}):([0-9a-f]{4})", re.IGNORECASE)
 _CLASS_NUMBER = re.compile(r"\[([0-9a-f]{4})\]:", re.IGNORECASE)
-_LINK = re.compile(r"Speed ([0-9.]+GT/s)(?: \(\w+\))?, Width (x\d+)")
-_READ_REQUEST = re.compile(r"MaxReadReq (\d+) bytes")
-# Names that lspci (pci.ids) has for the classes that matter here, with base class, subclass and interface.
-_CLASSES = {
+_LINK_TEXT = re.compile(r"Speed ([0-9.]+GT/s)(?: \(\w+\))?, Width (x\d+)")
+_READ_REQUEST_TEXT = re.compile(r"MaxReadReq (\d+) bytes")
+# The PCI classes that matter here, by the names that lspci prints (pci.ids). A code has base class, subclass and
+# interface.
+_CLASS_CODE_BY_NAME = {
     "3D controller": 0x030200,
     "VGA compatible controller": 0x030000,
     "Infiniband controller": 0x020700,
@@ -45,7 +46,7 @@ _CLASSES = {
     "Host bridge": 0x060000,
     "Bridge": 0x068000,
 }
-_VENDORS = {
+_VENDOR_ID_BY_NAME = {
     "NVIDIA": 0x10DE,
     "Mellanox": 0x15B3,
     "Intel": 0x8086,
@@ -57,7 +58,7 @@ _VENDORS = {
 _ACS_BITS = {"SrcValid": 0x01, "TransBlk": 0x02, "ReqRedir": 0x04, "CmpltRedir": 0x08, "UpstreamFwd": 0x10}
 _CONFIG_BYTES, _HEADER_BYTES = 4096, 64
 # Offsets of the capabilities in the config space that the importer makes. In a real one they can be at other offsets.
-_EXPRESS_AT, _ACS_AT, _ATS_AT = 0x40, 0x100, 0x110
+_PCIE_OFFSET, _ACS_OFFSET, _ATS_OFFSET = 0x40, 0x100, 0x110
 _RELAXED_ORDERING, _ATS_ENABLE = 0x10, 0x8000
 
 
@@ -69,7 +70,7 @@ class _Block:
     first_line: str
     lines: list[str] = field(default_factory=list)
 
-    def text_of(self, name: str) -> str | None:
+    def find_text(self, name: str) -> str | None:
         """Return the text after ``name:`` in the first line that begins with it, or None."""
         line = next((line.strip() for line in self.lines if line.strip().startswith(f"{name}:")), None)
         return None if line is None else line.partition(":")[2].strip()
@@ -86,15 +87,15 @@ def import_lspci(data: bytes) -> Capture:
     """
     blocks = _split_blocks(data)
     if not blocks:
-        raise malformed(_SOURCE, "no line begins with a PCI address")
-    bridge_of_bus: dict[str, str] = {}
+        raise make_malformed_error(_SOURCE_NAME, "no line begins with a PCI address")
+    bridge_by_bus: dict[str, str] = {}
     for block in blocks.values():
         for line in block.lines:
-            bus = _BUS.match(line)
+            bus = _BUS_LINE.match(line)
             if bus and bus[2] != "00":
                 domain_and_colon = block.address[: -len("00:00.0")]
-                bridge_of_bus.setdefault(f"{domain_and_colon}{bus[2].lower()}", block.address)
-    functions = {address: _parse_function(block, bridge_of_bus) for address, block in blocks.items()}
+                bridge_by_bus.setdefault(f"{domain_and_colon}{bus[2].lower()}", block.address)
+    functions = {address: _parse_function(block, bridge_by_bus) for address, block in blocks.items()}
     return Capture(schema_version=SCHEMA_VERSION, origin="output of lspci", answers=make_sysfs_reads(functions))
 
 
@@ -106,35 +107,35 @@ def _split_blocks(data: bytes) -> dict[str, _Block]:
         line = raw_line.decode("utf-8", "replace").rstrip("\r\n")
         first_line = _FUNCTION_LINE.match(line)
         if first_line:
-            block = _Block(parse_address(first_line[1], _SOURCE), first_line[2])
+            block = _Block(parse_address(first_line[1], _SOURCE_NAME), first_line[2])
             if block.address in blocks:
-                raise malformed(_SOURCE, f"it contains {block.address} twice")
+                raise make_malformed_error(_SOURCE_NAME, f"it contains {block.address} twice")
             if len(blocks) >= FUNCTIONS_MAX:
-                raise malformed(_SOURCE, f"more than {FUNCTIONS_MAX} functions")
+                raise make_malformed_error(_SOURCE_NAME, f"more than {FUNCTIONS_MAX} functions")
             blocks[block.address] = block
         elif block is not None and line[:1].isspace():
             line_count += 1
             if line_count > _LINES_MAX:
-                raise malformed(_SOURCE, f"more than {_LINES_MAX} lines")
+                raise make_malformed_error(_SOURCE_NAME, f"more than {_LINES_MAX} lines")
             block.lines.append(line)
     return blocks
 
 
-def _parse_function(block: _Block, bridge_of_bus: dict[str, str]) -> PciFunction:
-    """Return the function of a block. `bridge_of_bus` has the address of the bridge above each bus (``0000:19``)."""
+def _parse_function(block: _Block, bridge_by_bus: dict[str, str]) -> PciFunction:
+    """Return the function of a block. `bridge_by_bus` has the address of the bridge above each bus (``0000:19``)."""
     upper_bridges: list[str] = []
     bus = block.address[: -len(":00.0")]
-    while (bridge := bridge_of_bus.get(bus)) is not None:
+    while (bridge := bridge_by_bus.get(bus)) is not None:
         if bridge in upper_bridges or bridge == block.address or len(upper_bridges) > DEPTH_MAX:
-            raise malformed(_SOURCE, f"the bridges above {block.address} form a cycle")
+            raise make_malformed_error(_SOURCE_NAME, f"the bridges above {block.address} form a cycle")
         upper_bridges.insert(0, bridge)
         bus = bridge[: -len(":00.0")]
     vendor, device, class_code = _parse_identity(block.first_line)
     files = {"vendor": f"{vendor:#06x}", "device": f"{device:#06x}", "class": f"{class_code:#08x}"}
-    numa_node = (block.text_of("NUMA node") or "").split()
+    numa_node = (block.find_text("NUMA node") or "").split()
     files["numa_node"] = numa_node[0] if numa_node and numa_node[0].isdecimal() else "-1"
     for name, file_prefix in (("LnkSta", "current"), ("LnkCap", "max")):
-        link = _LINK.search(block.text_of(name) or "")
+        link = _LINK_TEXT.search(block.find_text(name) or "")
         if link:
             files[f"{file_prefix}_link_speed"] = f"{link[1].removesuffix('GT/s')} GT/s PCIe"
             files[f"{file_prefix}_link_width"] = link[2].removeprefix("x")
@@ -149,9 +150,9 @@ def _parse_function(block: _Block, bridge_of_bus: dict[str, str]) -> PciFunction
 
 
 def _parse_links(block: _Block) -> dict[str, str]:
-    driver, group = block.text_of("Kernel driver in use") or "", block.text_of("IOMMU group") or ""
+    driver, iommu_group = block.find_text("Kernel driver in use") or "", block.find_text("IOMMU group") or ""
     links = {"driver": f"/sys/bus/pci/drivers/{driver}"} if re.fullmatch(r"\w[\w.-]*", driver) else {}
-    return links | ({"iommu_group": f"/sys/kernel/iommu_groups/{group}"} if group.isdecimal() else {})
+    return links | ({"iommu_group": f"/sys/kernel/iommu_groups/{iommu_group}"} if iommu_group.isdecimal() else {})
 
 
 def _parse_identity(first_line: str) -> tuple[int, int, int]:
@@ -162,12 +163,14 @@ def _parse_identity(first_line: str) -> tuple[int, int, int]:
     name, _, device_text = first_line.partition(": ")
     class_number = _CLASS_NUMBER.search(first_line)
     class_name = name.partition(" [")[0]
-    is_known = class_name in _CLASSES
-    class_code = int(class_number[1], 16) << 8 if class_number and not is_known else _CLASSES.get(class_name, 0)
+    is_known = class_name in _CLASS_CODE_BY_NAME
+    class_code = (
+        int(class_number[1], 16) << 8 if class_number and not is_known else _CLASS_CODE_BY_NAME.get(class_name, 0)
+    )
     numeric_ids = _VENDOR_AND_DEVICE.search(device_text)
     if numeric_ids:
         return int(numeric_ids[1], 16), int(numeric_ids[2], 16), class_code
-    vendor = next((number for name, number in _VENDORS.items() if device_text.startswith(name)), 0)
+    vendor = next((number for name, number in _VENDOR_ID_BY_NAME.items() if device_text.startswith(name)), 0)
     device = re.search(r"Device ([0-9a-f]{4})\b", device_text)
     return vendor, int(device[1], 16) if device else 0, class_code
 
@@ -177,23 +180,23 @@ def _build_config_space(block: _Block) -> bytes:
     if any("<access denied>" in line for line in block.lines):
         return bytes(_HEADER_BYTES)
     data = bytearray(_CONFIG_BYTES)
-    read_request = next((match for line in block.lines if (match := _READ_REQUEST.search(line))), None)
+    read_request = next((match for line in block.lines if (match := _READ_REQUEST_TEXT.search(line))), None)
     if read_request:
         # The status register says that there is a list of capabilities, which begins with the PCIe capability (0x10).
         struct.pack_into("<H", data, 0x06, 0x10)
-        data[0x34], data[_EXPRESS_AT] = _EXPRESS_AT, 0x10
+        data[0x34], data[_PCIE_OFFSET] = _PCIE_OFFSET, 0x10
         # Bits 14:12 of the device control register: the size is 128 bytes << code.
         size_code = max(0, min(7, int(read_request[1][:8]).bit_length() - 8))
         ordering = _RELAXED_ORDERING if any("RlxdOrd+" in line for line in block.lines) else 0
-        struct.pack_into("<H", data, _EXPRESS_AT + 8, size_code << 12 | ordering)
-    acs, ats = block.text_of("ACSCtl"), block.text_of("ATSCtl")
+        struct.pack_into("<H", data, _PCIE_OFFSET + 8, size_code << 12 | ordering)
+    acs, ats = block.find_text("ACSCtl"), block.find_text("ATSCtl")
     control_word = sum(bit for name, bit in _ACS_BITS.items() if f"{name}+" in (acs or ""))
-    extended_capabilities = [(_ACS_AT, 0x000D, control_word)] if acs is not None else []
+    extended_capabilities = [(_ACS_OFFSET, 0x000D, control_word)] if acs is not None else []
     if ats is not None:
-        extended_capabilities.append((_ATS_AT, 0x000F, _ATS_ENABLE if "Enable+" in ats else 0))
+        extended_capabilities.append((_ATS_OFFSET, 0x000F, _ATS_ENABLE if "Enable+" in ats else 0))
     # The list of extended capabilities begins at 0x100, whichever capability is the first.
     for index, (_, capability_id, control) in enumerate(extended_capabilities):
-        offset = _ACS_AT if index == 0 else _ATS_AT
-        next_offset = _ATS_AT if index + 1 < len(extended_capabilities) else 0
+        offset = _ACS_OFFSET if index == 0 else _ATS_OFFSET
+        next_offset = _ATS_OFFSET if index + 1 < len(extended_capabilities) else 0
         struct.pack_into("<IHH", data, offset, capability_id | 1 << 16 | next_offset << 20, 0, control)
     return bytes(data)

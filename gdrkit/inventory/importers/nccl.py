@@ -14,8 +14,8 @@ from gdrkit.inventory.importers.functions import (
     DEPTH_MAX,
     FUNCTIONS_MAX,
     PciFunction,
+    make_malformed_error,
     make_sysfs_reads,
-    malformed,
     parse_address,
 )
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["import_nccl_topology"]
 
-_SOURCE = "NCCL topology"
+_SOURCE_NAME = "NCCL topology"
 _BYTES_MAX = 8 << 20
 # An element takes up to 400 bytes of memory, and an attribute up to 200.
 _ELEMENTS_MAX = 200_000
 _ATTRIBUTES_MAX = 400_000
 # Attributes of <pci>, and the files of sysfs from which NCCL reads them.
-_FILE_OF_ATTRIBUTE = {
+_SYSFS_FILE_BY_ATTRIBUTE = {
     "class": "class",
     "vendor": "vendor",
     "device": "device",
@@ -52,22 +52,22 @@ def import_nccl_topology(data: bytes) -> Capture:
         not have the form of NCCL's file.
     """
     if len(data) > _BYTES_MAX:
-        raise malformed(_SOURCE, f"{len(data)} bytes, more than {_BYTES_MAX}")
+        raise make_malformed_error(_SOURCE_NAME, f"{len(data)} bytes, more than {_BYTES_MAX}")
     if data.count(b"<") > _ELEMENTS_MAX or data.count(b"=") > _ATTRIBUTES_MAX:
-        raise malformed(_SOURCE, f"more than {_ELEMENTS_MAX} elements or {_ATTRIBUTES_MAX} attributes")
+        raise make_malformed_error(_SOURCE_NAME, f"more than {_ELEMENTS_MAX} elements or {_ATTRIBUTES_MAX} attributes")
     system = _parse_xml(data)
     if system.tag != "system":
-        raise malformed(_SOURCE, f"the root element must be <system>, not <{system.tag[:40]}>")
+        raise make_malformed_error(_SOURCE_NAME, f"the root element must be <system>, not <{system.tag[:40]}>")
     functions: dict[str, PciFunction] = {}
     for cpu in system.findall("cpu"):
         numa_node = cpu.get("numaid", "-1")
         if not numa_node.lstrip("-").isdecimal() or len(numa_node) > 4:  # noqa: PLR2004 - no host has more nodes.
-            raise malformed(_SOURCE, f"numaid {numa_node[:40]!r} is not a number")
+            raise make_malformed_error(_SOURCE_NAME, f"numaid {numa_node[:40]!r} is not a number")
         _import_functions(
             cpu, functions, host_bridge=f"pci{int(numa_node) & 0xFFFF:04x}:cpu", numa_node=numa_node, bridges=()
         )
     if not functions:
-        raise malformed(_SOURCE, "no <cpu> contains a <pci>")
+        raise make_malformed_error(_SOURCE_NAME, "no <cpu> contains a <pci>")
     return Capture(schema_version=SCHEMA_VERSION, origin="NCCL topology XML", answers=make_sysfs_reads(functions))
 
 
@@ -79,13 +79,15 @@ def _parse_xml(data: bytes) -> Element:
 
     try:
         # NCCL begins the file with an empty line, which XML does not allow before a declaration; strip() removes it.
-        # The data is decoded here, so that its declaration cannot choose another encoding. In another encoding the
-        # limits of elements and attributes would not have counted all of them.
+        # The data is decoded here, so that its declaration cannot choose another encoding. In another encoding, the
+        # checks above could not have counted all elements and attributes.
         root: Element = fromstring(data.decode("utf-8").strip(), forbid_dtd=True)
     except DefusedXmlException as error:
-        raise malformed(_SOURCE, f"it has a document type or an entity, which NCCL never writes: {error}") from error
+        raise make_malformed_error(
+            _SOURCE_NAME, f"it has a document type or an entity, which NCCL never writes: {error}"
+        ) from error
     except (ParseError, ValueError, LookupError, RecursionError) as error:
-        raise malformed(_SOURCE, f"not XML: {error}") from error
+        raise make_malformed_error(_SOURCE_NAME, f"not XML: {error}") from error
     return root
 
 
@@ -93,13 +95,13 @@ def _import_functions(
     parent: Element, functions: dict[str, PciFunction], *, host_bridge: str, numa_node: str, bridges: tuple[str, ...]
 ) -> None:
     if len(bridges) > DEPTH_MAX:
-        raise malformed(_SOURCE, f"bridges are nested more than {DEPTH_MAX} deep")
+        raise make_malformed_error(_SOURCE_NAME, f"bridges are nested more than {DEPTH_MAX} deep")
     for element in parent.findall("pci"):
-        address = parse_address(element.get("busid", ""), _SOURCE)
+        address = parse_address(element.get("busid", ""), _SOURCE_NAME)
         if address in functions:
-            raise malformed(_SOURCE, f"it contains {address} twice")
+            raise make_malformed_error(_SOURCE_NAME, f"it contains {address} twice")
         if len(functions) >= FUNCTIONS_MAX:
-            raise malformed(_SOURCE, f"more than {FUNCTIONS_MAX} functions")
+            raise make_malformed_error(_SOURCE_NAME, f"more than {FUNCTIONS_MAX} functions")
         functions[address] = PciFunction(
             address=address,
             host_bridge=host_bridge,
@@ -111,7 +113,7 @@ def _import_functions(
 
 
 def _read_attributes(element: Element) -> dict[str, str]:
-    files = {file: value for name, file in _FILE_OF_ATTRIBUTE.items() if (value := element.get(name)) is not None}
+    files = {file: value for name, file in _SYSFS_FILE_BY_ATTRIBUTE.items() if (value := element.get(name)) is not None}
     for name in _HEX_FILES:
         # A file written by hand may omit vendor and device, but the files of sysfs must contain a number. No vendor has
         # the id 0.
@@ -119,7 +121,7 @@ def _read_attributes(element: Element) -> dict[str, str]:
         try:
             int(text, 16)
         except ValueError as error:
-            raise malformed(_SOURCE, f"{name} {text[:40]!r} is not a number") from error
+            raise make_malformed_error(_SOURCE_NAME, f"{name} {text[:40]!r} is not a number") from error
     return files
 
 
@@ -127,5 +129,5 @@ def _read_rdma_names(element: Element) -> list[str]:
     names = [net.get("name", "") for net in element.findall("nic/net")]
     for name in names:
         if not name or "/" in name or name in (".", "..") or not name.isprintable():
-            raise malformed(_SOURCE, f"{name[:40]!r} is not a device name")
+            raise make_malformed_error(_SOURCE_NAME, f"{name[:40]!r} is not a device name")
     return names

@@ -15,35 +15,36 @@ __all__ = ["RULES"]
 
 _VENDOR_NVIDIA, _VENDOR_MELLANOX = 0x10DE, 0x15B3
 # Compute capabilities of the first Kepler GPUs, which brought GPUDirect RDMA, and of the Turing GPUs.
-_KEPLER, _TURING = (3, 0), (7, 5)
+_KEPLER_CAPABILITY, _TURING_CAPABILITY = (3, 0), (7, 5)
 # The smallest PCI device ID in the list of GPUs that the open kernel modules support. All older GPUs have smaller ones.
 _TURING_DEVICE_ID_MIN = 0x1E02
 _DMABUF_DRIVER_MIN = 515
 _DMABUF_CUDA_MIN = (11, 7)
 # PCI device ID of ConnectX-4, the oldest NIC that the manual of GPUDirect RDMA and MLNX_OFED 5.1 and later support.
-# hca_type has the same number in decimal after "MT". The NICs before ConnectX-3 have larger numbers, in this range.
-_CONNECTX_4 = 0x1013
-_OLDEST_HCA_TYPES = range(23000, 27000)
-# The oldest firmware that NVIDIA's tools of 2022, the last for all these NICs, support: the second number of its
-# version by the first one, which identifies the model. MFT 4.22.1 LTS; for ConnectX-4 (12) mlxup 4.22.1.
-_FIRMWARE_MIN = {12: 28, 14: 32, 16: 35, 18: 33, 20: 35, 22: 35, 24: 35, 26: 35, 28: 35}
+# hca_type has the same number in decimal after "MT". The NICs before ConnectX-3 have larger numbers, in this range:
+_CONNECTX_4_DEVICE_ID = 0x1013
+_OLDEST_NIC_NUMBERS = range(23000, 27000)
+# The oldest firmware that NVIDIA's tools of 2022 support. These tools are the last ones that support all these NICs.
+# The key is the first number of the firmware version, which identifies the model. The value is the smallest second
+# number. Sources: MFT 4.22.1 LTS; for ConnectX-4 (12) mlxup 4.22.1.
+_FIRMWARE_MIN_BY_MODEL = {12: 28, 14: 32, 16: 35, 18: 33, 20: 35, 22: 35, 24: 35, 26: 35, 28: 35}
 _FIRMWARE_REFUSALS = ("Driver cmdif rev(", "Installed FW has unsupported command interface revision")
 
 
 def _list_gpu_ages(context: RuleContext) -> Iterator[tuple[str, bool, bool]]:
     """Yield for each GPU of NVIDIA: its name, whether it is older than Kepler, and whether it is older than Turing."""
-    capability_of_address = {}
+    capability_by_address = {}
     for device in context.facts.cuda.devices if context.facts.cuda else ():
         major = device.attributes.get("COMPUTE_CAPABILITY_MAJOR")
         if major is not None:
             capability = (major, device.attributes.get("COMPUTE_CAPABILITY_MINOR", 0))
             context.record(f"compute capability of GPU {device.index}", f"{capability[0]}.{capability[1]}")
-            capability_of_address[device.pci_bus_id.lower()] = capability
+            capability_by_address[device.pci_bus_id.lower()] = capability
             name = f"GPU {device.index} ({device.name}, compute capability {capability[0]}.{capability[1]})"
-            yield name, capability < _KEPLER, capability < _TURING
+            yield name, capability < _KEPLER_CAPABILITY, capability < _TURING_CAPABILITY
     for gpu in context.gpus:
         # A capture of another program may lack the device ID, which is then 0.
-        if gpu.vendor_id == _VENDOR_NVIDIA and gpu.device_id and gpu.address.lower() not in capability_of_address:
+        if gpu.vendor_id == _VENDOR_NVIDIA and gpu.device_id and gpu.address.lower() not in capability_by_address:
             context.record(f"PCI device ID of {gpu.address}", f"{gpu.device_id:04x}")
             is_old = gpu.device_id < _TURING_DEVICE_ID_MIN
             yield f"the GPU {gpu.address} (PCI device ID {gpu.device_id:04x})", False, is_old
@@ -91,18 +92,18 @@ def _check_gpu_too_old(context: RuleContext) -> RuleResult:
 
 def _list_nic_models(context: RuleContext) -> Iterator[tuple[str, int | None, str | None]]:
     """Yield for each NIC of Mellanox: its name, the number of its model, and the version of its firmware."""
-    function_of_address = {function.address: function for function in context.nic_functions}
-    seen_addresses = set()
+    function_by_address = {function.address: function for function in context.nic_functions}
+    listed_addresses = set()
     for device in context.facts.rdma_devices:
-        function = function_of_address.get(device.pci_address or "")
-        seen_addresses.add(device.pci_address)
+        function = function_by_address.get(device.pci_address or "")
+        listed_addresses.add(device.pci_address)
         type_match = re.fullmatch(r"MT(\d+)", context.text(f"/sys/class/infiniband/{device.name}/hca_type") or "")
         if type_match:
             yield device.name, int(type_match[1]), device.firmware
         elif function and function.vendor_id == _VENDOR_MELLANOX and function.device_id:
             yield device.name, function.device_id, device.firmware
-    for address, function in function_of_address.items():
-        if address not in seen_addresses and function.vendor_id == _VENDOR_MELLANOX and function.device_id:
+    for address, function in function_by_address.items():
+        if address not in listed_addresses and function.vendor_id == _VENDOR_MELLANOX and function.device_id:
             yield address, function.device_id, None
 
 
@@ -122,18 +123,20 @@ def _list_nic_models(context: RuleContext) -> Iterator[tuple[str, int | None, st
 def _check_nic_too_old(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    refusals = [line for line in context.machine.kernel_log.lines if any(text in line for text in _FIRMWARE_REFUSALS)]
-    if refusals:
-        context.record("kernel log", refusals[-1])
-        return context.fails(f"the driver refused the firmware of a NIC: {refusals[-1]}")
+    refusal_lines = [
+        line for line in context.machine.kernel_log.lines if any(text in line for text in _FIRMWARE_REFUSALS)
+    ]
+    if refusal_lines:
+        context.record("kernel log", refusal_lines[-1])
+        return context.fails(f"the driver refused the firmware of a NIC: {refusal_lines[-1]}")
     old_models, old_firmware, known_count = [], [], 0
     for name, model, firmware in _list_nic_models(context):
         known_count += 1
         context.record(f"model and firmware of {name}", f"MT{model}, {firmware or 'unknown'}")
-        if model is not None and (model < _CONNECTX_4 or model in _OLDEST_HCA_TYPES):
+        if model is not None and (model < _CONNECTX_4_DEVICE_ID or model in _OLDEST_NIC_NUMBERS):
             old_models.append(f"{name} (MT{model})")
         firmware_match = re.match(r"(\d+)\.(\d+)\.", firmware or "")
-        if firmware_match and int(firmware_match[2]) < _FIRMWARE_MIN.get(int(firmware_match[1]), 0):
+        if firmware_match and int(firmware_match[2]) < _FIRMWARE_MIN_BY_MODEL.get(int(firmware_match[1]), 0):
             old_firmware.append(f"{name} ({firmware})")
     causes = [f"older than ConnectX-4: {', '.join(old_models)}"] if old_models else []
     causes += [f"firmware that NVIDIA no longer supports: {', '.join(old_firmware)}"] if old_firmware else []
@@ -146,7 +149,8 @@ def _check_nic_too_old(context: RuleContext) -> RuleResult:
         )
     if context.working_routes():
         return context.passes(f"{text}, but the registration of GPU memory works")
-    # Another NIC may register. The kernel log, which is read above, is the only source that blames firmware.
+    # A NIC that is not old may register GPU memory, so old models are the cause only if every NIC is old. Old firmware
+    # is the cause only if the kernel log says so, which was checked above.
     is_every_nic_old = len(old_models) >= max(known_count, len(context.facts.rdma_devices))
     if is_every_nic_old and (context.facts.routes or not context.has_peer_memory):
         return context.fails(text)

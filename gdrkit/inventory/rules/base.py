@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gdrkit.inventory.observation import Observation
 
 __all__ = [
-    "MEMORY_PEERS",
+    "MEMORY_PEERS_FOLDER",
     "PEER_MEMORY_CLIENTS",
     "PEER_MEMORY_MODULES",
     "Finding",
@@ -55,9 +55,9 @@ RuleResult: TypeAlias = tuple[Verdict, str]
 # stacks of vendors list the registered names in this folder.
 PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem")
 PEER_MEMORY_CLIENTS = ("nv_mem", "nv_mem_nc")
-MEMORY_PEERS = "/sys/kernel/mm/memory_peers"
+MEMORY_PEERS_FOLDER = "/sys/kernel/mm/memory_peers"
 _VALUE_CHARACTERS_MAX = 160
-_NAMES_MAX = 8
+_LISTED_NAMES_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class RuleContext:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.tree = HostTree.of(machine.files)
-        self._read: dict[str, str] = {}
+        self._value_by_source: dict[str, str] = {}
 
     @property
     def facts(self) -> Facts:
@@ -195,13 +195,13 @@ class RuleContext:
     @property
     def read(self) -> tuple[Reading, ...]:
         """The values that were read so far."""
-        return tuple(Reading(path, value) for path, value in self._read.items())
+        return tuple(Reading(path, value) for path, value in self._value_by_source.items())
 
     def record(self, source: str, value: object) -> None:
         """Record that `value` was read from `source`. A long text is truncated."""
         text = str(value)
         is_short = len(text) <= _VALUE_CHARACTERS_MAX
-        self._read[source] = text if is_short else text[: _VALUE_CHARACTERS_MAX - 3] + "..."
+        self._value_by_source[source] = text if is_short else text[: _VALUE_CHARACTERS_MAX - 3] + "..."
 
     def text(self, path: str) -> str | None:
         """Return the text of a file, or None if it cannot be read."""
@@ -224,17 +224,23 @@ class RuleContext:
     def names(self, path: str) -> tuple[str, ...]:
         """Return the names in a folder."""
         names = self.tree.names(path)
-        text = ", ".join(names[:_NAMES_MAX]) + (" ..." if len(names) > _NAMES_MAX else "")
+        text = ", ".join(names[:_LISTED_NAMES_MAX]) + (" ..." if len(names) > _LISTED_NAMES_MAX else "")
         self.record(path, text or self._describe_absence(path, "no entry"))
         return names
 
     def read_error(self, path: str) -> str | None:
         """Return the name of the errno of a failed read; None if the file was read or does not exist."""
-        return next((item.errno_name for item in self.tree.unreadable if item.path == path), None)
+        return next(
+            (unreadable_file.errno_name for unreadable_file in self.tree.unreadable if unreadable_file.path == path),
+            None,
+        )
 
     def is_uncaptured(self, path: str) -> bool:
         """Return whether the machine is a capture, and the capture does not contain the path."""
-        return any(item.path == path and item.errno == errno.ENODATA for item in self.tree.unreadable)
+        return any(
+            unreadable_file.path == path and unreadable_file.errno == errno.ENODATA
+            for unreadable_file in self.tree.unreadable
+        )
 
     def _describe_absence(self, path: str, default: str = "does not exist") -> str:
         """Return the text to record if nothing was read from a path: the error of the read, or `default`."""
@@ -279,7 +285,7 @@ class RuleContext:
         """Whether a kernel module is loaded with which a NIC can register addresses of GPU memory."""
         paths = (
             *(f"/sys/module/{name}" for name in PEER_MEMORY_MODULES),
-            *(f"{MEMORY_PEERS}/{name}" for name in PEER_MEMORY_CLIENTS),
+            *(f"{MEMORY_PEERS_FOLDER}/{name}" for name in PEER_MEMORY_CLIENTS),
         )
         return any([self.exists(path) for path in paths])  # noqa: C419 - every path must be recorded.
 

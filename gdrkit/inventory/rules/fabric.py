@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["RULES"]
 
 # Before this version of Linux, the IOMMU of an Arm host must translate (see the rule iommu-translates).
-_ARM_REVERSED_BEFORE_KERNEL = (6, 11)
+_ARM_NEEDS_TRANSLATION_BEFORE = (6, 11)
 _READ_REQUEST_BYTES_MIN = 512
 # A line of the driver: "NVRM: Xid (PCI:0000:1b:00): 79, pid=..., GPU has fallen off the bus."
-_XID = re.compile(r"NVRM: Xid \([^)]*\): (\d{1,5})\b")
+_XID_LINE = re.compile(r"NVRM: Xid \([^)]*\): (\d{1,5})\b")
 # Numbers of lanes that a link can have. sysfs shows other numbers if it does not know the width.
 _LINK_WIDTHS = (1, 2, 4, 8, 12, 16, 32)
+_LISTED_TEXTS_MAX = 4
 
 
 @rule(
@@ -44,22 +45,23 @@ def _check_acs_redirect(context: RuleContext) -> RuleResult:
     bridges = dict.fromkeys(
         address for gpu, device in near_pairs for address in context.bridges_between(gpu.address, device.address)
     )
-    unreadable, redirecting_bridges = [], []
+    unreadable_bridges, redirecting_bridges = [], []
     for address in bridges:
         # Parts of the path that are not PCI functions, such as a host bridge (pci0000:00), have no config space.
         if not address[:1].isalnum() or address.startswith("pci"):
             continue
         pci_config = config_space(context.tree, address)
         if pci_config is None or not pci_config.is_whole:
-            unreadable.append(address)
+            unreadable_bridges.append(address)
         elif pci_config.acs is not None:
             context.record(f"ACSCtl of {address}", pci_config.acs)
             redirecting_bridges += [address] if pci_config.acs.redirects else []
     if redirecting_bridges:
         return context.fails(f"traffic between GPU and NIC or NVMe is redirected by {', '.join(redirecting_bridges)}")
-    if unreadable:
+    if unreadable_bridges:
         return context.not_run(
-            f"config space of {format_count(len(unreadable), 'bridge')} cannot be read: {', '.join(unreadable[:4])}"
+            f"config space of {format_count(len(unreadable_bridges), 'bridge')} cannot be read: "
+            f"{', '.join(unreadable_bridges[:4])}"
         )
     return context.passes(f"no redirect by {format_count(len(bridges), 'bridge')} between GPUs and NICs or NVMe")
 
@@ -73,26 +75,28 @@ def _check_acs_redirect(context: RuleContext) -> RuleResult:
     privilege="CAP_SYS_ADMIN (config space beyond 64 bytes)",
 )
 def _check_ats_off_in_vm(context: RuleContext) -> RuleResult:
-    hint = context.facts.virtual_machine
-    if hint is None:
+    virtual_machine_hint = context.facts.virtual_machine
+    if virtual_machine_hint is None:
         return context.not_run("no sign of a virtual machine")
-    context.record(hint.rpartition("(")[2].rstrip(")"), hint)
+    context.record(virtual_machine_hint.rpartition("(")[2].rstrip(")"), virtual_machine_hint)
     if not context.nic_functions:
         return context.not_run("no NIC on PCI")
-    is_ats_enabled = {}
+    ats_state_by_address = {}
     for nic in context.nic_functions:
         pci_config = config_space(context.tree, nic.address)
-        is_ats_enabled[nic.address] = None if pci_config is None or not pci_config.is_whole else pci_config.ats_enabled
+        ats_state_by_address[nic.address] = (
+            None if pci_config is None or not pci_config.is_whole else pci_config.ats_enabled
+        )
         context.record(
             f"ATSCtl of {nic.address}",
             {None: "no such capability, or not readable", True: "Enable+", False: "Enable-"}[
-                is_ats_enabled[nic.address]
+                ats_state_by_address[nic.address]
             ],
         )
-    addresses_without_ats = [address for address, state in is_ats_enabled.items() if state is False]
+    addresses_without_ats = [address for address, state in ats_state_by_address.items() if state is False]
     if addresses_without_ats:
         return context.fails(f"ATS is off on {', '.join(addresses_without_ats)}")
-    if all(is_ats_enabled.values()):
+    if all(ats_state_by_address.values()):
         return context.passes("ATS is on")
     return context.unproven("the guest cannot see whether ATS of its NICs is on; the host may use it")
 
@@ -110,17 +114,17 @@ def _check_iommu_translates(context: RuleContext) -> RuleResult:
     if not context.gpus:
         return context.not_run("no GPU on PCI")
     iommu_words = [word for word in (context.text("/proc/cmdline") or "").split() if "iommu" in word]
-    group_type_of_address = {}
+    group_type_by_address = {}
     for function in (*context.gpus, *context.nic_functions, *context.nvme_functions):
         if function.iommu_group is not None:
-            group_type_of_address[function.address] = (
+            group_type_by_address[function.address] = (
                 context.text(f"/sys/kernel/iommu_groups/{function.iommu_group}/type") or "unknown"
             )
     translated_addresses = [
-        address for address, group_type in group_type_of_address.items() if group_type.startswith("DMA")
+        address for address, group_type in group_type_by_address.items() if group_type.startswith("DMA")
     ]
-    if context.facts.machine == "aarch64" and context.kernel_version() < _ARM_REVERSED_BEFORE_KERNEL:
-        is_passed_through = "identity" in group_type_of_address.values() or "iommu.passthrough=1" in iommu_words
+    if context.facts.machine == "aarch64" and context.kernel_version() < _ARM_NEEDS_TRANSLATION_BEFORE:
+        is_passed_through = "identity" in group_type_by_address.values() or "iommu.passthrough=1" in iommu_words
         return (
             context.fails("pass-through on Arm64 before Linux 6.11")
             if is_passed_through
@@ -128,13 +132,13 @@ def _check_iommu_translates(context: RuleContext) -> RuleResult:
         )
     if translated_addresses:
         return context.fails(f"translated: {', '.join(translated_addresses)}")
-    if context.is_uncaptured("/proc/cmdline") and not group_type_of_address:
+    if context.is_uncaptured("/proc/cmdline") and not group_type_by_address:
         return context.not_run("the capture has neither the command line of the kernel nor IOMMU groups")
     is_off_or_passed_through = {"iommu=pt", "iommu=off", "intel_iommu=off", "amd_iommu=off"} & set(iommu_words)
-    if "unknown" in group_type_of_address.values() and not is_off_or_passed_through:
+    if "unknown" in group_type_by_address.values() and not is_off_or_passed_through:
         return context.unproven("the kernel does not report the type of all IOMMU groups")
     return context.passes(
-        "no IOMMU translates for these devices" if not group_type_of_address else "the IOMMU groups are passed through"
+        "no IOMMU translates for these devices" if not group_type_by_address else "the IOMMU groups are passed through"
     )
 
 
@@ -149,25 +153,31 @@ def _check_iommu_translates(context: RuleContext) -> RuleResult:
 )
 def _check_far_apart(context: RuleContext) -> RuleResult:
     # For each GPU and type of device, the distance and the address of the nearest device.
-    nearest: dict[tuple[str, str], tuple[Distance, str]] = {}
+    nearest_by_gpu_and_type: dict[tuple[str, str], tuple[Distance, str]] = {}
     nics = {nic.address for nic in context.nic_functions}
     for gpu, device, distance in context.pairs():
         key = (gpu.address, "NIC" if device.address in nics else "NVMe")
-        nearest[key] = min(nearest.get(key, (Distance.UNKNOWN, device.address)), (distance, device.address))
-    if not nearest:
+        nearest_by_gpu_and_type[key] = min(
+            nearest_by_gpu_and_type.get(key, (Distance.UNKNOWN, device.address)), (distance, device.address)
+        )
+    if not nearest_by_gpu_and_type:
         return context.not_run("no GPU, or neither NIC nor NVMe on PCI")
-    for (gpu_address, device_type), (distance, address) in nearest.items():
+    for (gpu_address, device_type), (distance, address) in nearest_by_gpu_and_type.items():
         context.record(f"nearest {device_type} of {gpu_address}", f"{address} at {distance.name}")
-    far_apart = [
+    far_apart_texts = [
         f"{gpu} to its nearest {device_type} is {distance.name}"
-        for (gpu, device_type), (distance, _) in nearest.items()
+        for (gpu, device_type), (distance, _) in nearest_by_gpu_and_type.items()
         if distance > Distance.PXB
     ]
-    if not far_apart:
+    if not far_apart_texts:
         return context.passes("every GPU has a NIC or NVMe below its own switch")
     if context.facts.virtual_machine is not None:
-        return context.unproven(f"{far_apart[0]} in this virtual machine, whose PCI tree may differ from the hardware")
-    return context.fails("; ".join(far_apart[:4]) + (f" and {len(far_apart) - 4} more" if len(far_apart) > 4 else ""))  # noqa: PLR2004 - enough to know.
+        return context.unproven(
+            f"{far_apart_texts[0]} in this virtual machine, whose PCI tree may differ from the hardware"
+        )
+    unlisted_count = len(far_apart_texts[_LISTED_TEXTS_MAX:])
+    unlisted_text = f" and {unlisted_count} more" if unlisted_count else ""
+    return context.fails("; ".join(far_apart_texts[:_LISTED_TEXTS_MAX]) + unlisted_text)
 
 
 @rule(
@@ -203,7 +213,10 @@ def _check_link_downgraded(context: RuleContext) -> RuleResult:
         links = "; ".join(
             [
                 *narrow_links,
-                *(f"{function.address} at {function.link_speed} of {maximum} GT/s" for function, maximum in slow_links),
+                *(
+                    f"{function.address} at {function.link_speed} of {speed_max} GT/s"
+                    for function, speed_max in slow_links
+                ),
             ]
         )
         return context.unproven(f"{links} in this virtual machine, whose links may differ from the hardware")
@@ -211,15 +224,15 @@ def _check_link_downgraded(context: RuleContext) -> RuleResult:
         return context.fails("; ".join(narrow_links))
     if not known_count:
         return context.not_run("no link of a GPU, NIC or NVMe reports its maximum")
-    # An idle GPU lowers the speed of its links, so those above GPUs are read again under load.
+    # An idle GPU lowers the speed of its links, so the links above GPUs are read again under load.
     addresses_above_gpus = {address for gpu in context.gpus for address in pci_path(context.tree, gpu.address)}
-    always_slow = [
-        f"{function.address} at {function.link_speed} of {maximum} GT/s"
-        for function, maximum in slow_links
+    always_slow_texts = [
+        f"{function.address} at {function.link_speed} of {speed_max} GT/s"
+        for function, speed_max in slow_links
         if function.address not in addresses_above_gpus
     ]
-    if always_slow:
-        return context.fails("; ".join(always_slow))
+    if always_slow_texts:
+        return context.fails("; ".join(always_slow_texts))
     return (
         _check_under_load(context, slow_links)
         if slow_links
@@ -233,13 +246,13 @@ def _check_under_load(context: RuleContext, slow_links: list[tuple[PciDevice, fl
     if observation is None or observation.failure is not None:
         return context.unproven(f"slow when idle, and not read under load: {idle_addresses}")
     speeds = observation.seen
-    still_slow = [
+    still_slow_addresses = [
         function.address
-        for function, maximum in slow_links
-        if (_parse_number(speeds.get(function.address, "")) or 0) < maximum
+        for function, speed_max in slow_links
+        if (_parse_number(speeds.get(function.address, "")) or 0) < speed_max
     ]
-    if still_slow:
-        return context.fails(f"slow also during copies: {', '.join(still_slow)}")
+    if still_slow_addresses:
+        return context.fails(f"slow also during copies: {', '.join(still_slow_addresses)}")
     return context.passes(f"slow when idle, and fast during copies: {idle_addresses}")
 
 
@@ -248,15 +261,17 @@ def _list_links(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]
 
     The upper end is None if it is not known.
     """
-    function_of_address = {function.address: function for function in context.machine.functions}
+    function_by_address = {function.address: function for function in context.machine.functions}
     links: dict[str, tuple[PciDevice | None, PciDevice]] = {}
-    for end in (*context.gpus, *context.nic_functions, *context.nvme_functions):
-        path = [function_of_address.get(address) for address in pci_path(context.tree, end.address)[1:]]
+    for end_device in (*context.gpus, *context.nic_functions, *context.nvme_functions):
+        path = [function_by_address.get(address) for address in pci_path(context.tree, end_device.address)[1:]]
         # From the device up, each pair of functions is the lower and the upper end of a link. There is no link between
         # the two ports of a switch. The registers of the lower end describe the link.
         for index in range(len(path) - 1, -1, -2):
             lower_device = path[index]
-            if lower_device is not None and (index > 0 or lower_device is end or lower_device.address == end.address):
+            if lower_device is not None and (
+                index > 0 or lower_device is end_device or lower_device.address == end_device.address
+            ):
                 links[lower_device.address] = (path[index - 1] if index > 0 else None, lower_device)
     return list(links.values())
 
@@ -337,10 +352,10 @@ def _check_gpu_errors(context: RuleContext) -> RuleResult:
         if health.is_remapping_pending or health.has_remapping_failed:
             defects.append(f"a row of the memory of {address} waits to be replaced, or could not be replaced")
     kernel_log = context.machine.kernel_log
-    xid_lines = [line for line in kernel_log.lines if _XID.search(line)]
+    xid_lines = [line for line in kernel_log.lines if _XID_LINE.search(line)]
     context.record("kernel log", xid_lines[-1] if xid_lines else kernel_log.unreadable or "no Xid error")
     if xid_lines:
-        xid_numbers = sorted({int(match[1]) for line in xid_lines if (match := _XID.search(line))})
+        xid_numbers = sorted({int(match[1]) for line in xid_lines if (match := _XID_LINE.search(line))})
         defects.append(f"{len(xid_lines)} Xid errors in the kernel log: {', '.join(map(str, xid_numbers))}")
     if defects:
         return context.fails("; ".join(defects))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.inventory import cufile_json
 from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
-from gdrkit.inventory.rules.processes import holders_of_dmabufs
+from gdrkit.inventory.rules.processes import describe_dmabuf_holders
 from gdrkit.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _check_bar1_small(context: RuleContext) -> RuleResult:
         elif isinstance(pinned_kb, int) and total_bytes < pinned_kb << 10 and pinned_kb != _PINNED_DEFAULT_KB:
             problems.append(f"BAR1 of {address} is smaller than max_device_pinned_mem_size_kb")
     if problems:
-        return context.fails("; ".join(filter(None, (*problems, holders_of_dmabufs(context)))))
+        return context.fails("; ".join(filter(None, (*problems, describe_dmabuf_holders(context)))))
     return context.passes("every BAR1 has free space")
 
 

@@ -160,11 +160,11 @@ def _check_pool_starved(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
 def _check_ucx_without_cuda(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run(_NO_GPU)
-    search = context.machine.environment.get("LD_LIBRARY_PATH", "").split(":")
+    search_folders = context.machine.environment.get("LD_LIBRARY_PATH", "").split(":")
     from gdrkit.host import cached_libraries
 
     cached_paths = cached_libraries(context.tree).get("libucs.so.0", ())
-    paths = loader.search_paths("libucs.so.0", search_path=search, cached=cached_paths)
+    paths = loader.search_paths("libucs.so.0", search_path=search_folders, cached=cached_paths)
     library = next(filter(context.tree.exists, paths), None)
     if library is None:
         return context.not_run("no UCX here")

@@ -57,8 +57,8 @@ def _list_roce_interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
     for device in context.facts.rdma_devices:
         if any(port.link_layer == "Ethernet" for port in device.ports):
             names = context.tree.names(f"/sys/class/infiniband/{device.name}/device/net")
-            parent = context.tree.text(f"/sys/class/infiniband/{device.name}/parent")
-            interfaces[device.name] = names or ((parent,) if parent else ())
+            parent_interface = context.tree.text(f"/sys/class/infiniband/{device.name}/parent")
+            interfaces[device.name] = names or ((parent_interface,) if parent_interface else ())
     return interfaces
 
 
@@ -74,20 +74,20 @@ def _check_small_mtu(context: RuleContext) -> RuleResult:
     interfaces = _list_roce_interfaces(context)
     if not interfaces:
         return context.not_run("no RoCE device here")
-    mtu_of_interface = {
+    mtu_by_interface = {
         name: mtu
         for names in interfaces.values()
         for name in names
         if (mtu := context.tree.number(f"/sys/class/net/{name}/mtu")) is not None
     }
-    for name, mtu in mtu_of_interface.items():
+    for name, mtu in mtu_by_interface.items():
         context.record(f"/sys/class/net/{name}/mtu", mtu)
-    small_mtus = [f"{name} has {mtu}" for name, mtu in mtu_of_interface.items() if mtu < _MTU_MIN]
+    small_mtus = [f"{name} has {mtu}" for name, mtu in mtu_by_interface.items() if mtu < _MTU_MIN]
     if small_mtus:
         return context.fails("; ".join(small_mtus))
     return (
         context.passes("every MTU is at least 4200")
-        if mtu_of_interface
+        if mtu_by_interface
         else context.not_run("the network interfaces of the RoCE devices cannot be read")
     )
 
@@ -172,9 +172,9 @@ def _check_no_device_nodes(context: RuleContext) -> RuleResult:
     has_nvfs = context.exists("/proc/driver/nvidia-fs")
     if has_nvfs and not any(name.startswith("nvidia-fs") for name in context.tree.names("/dev")):
         missing_nodes.append("/dev/nvidia-fs*")
-    container = f" ({', '.join(context.facts.container)})" if context.facts.container else ""
+    container_text = f" ({', '.join(context.facts.container)})" if context.facts.container else ""
     return (
-        context.fails(f"missing: {', '.join(missing_nodes)}{container}")
+        context.fails(f"missing: {', '.join(missing_nodes)}{container_text}")
         if missing_nodes
         else context.passes("every device node exists")
     )

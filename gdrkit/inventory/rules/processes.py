@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory.gpu_processes import GpuProcess
 
-__all__ = ["RULES", "holders_of_dmabufs"]
+__all__ = ["RULES", "describe_dmabuf_holders"]
 
 _PID_NAMESPACE = "PID namespace"
-_IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
-_PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
+_IMEX_CHANNELS_FOLDER = "/dev/nvidia-caps-imex-channels"
+_PTRACE_SCOPE_PATH = "/proc/sys/kernel/yama/ptrace_scope"
 # With this value, no process may attach to another one, whatever its capabilities.
-_PTRACE_SCOPE_NONE = 3
+_PTRACE_SCOPE_NO_ATTACH = 3
 # The link /proc/self/ns/pid in the first PID namespace of every machine (PROC_PID_INIT_INO of Linux).
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _DESCRIPTORS_MIN = 1024
 # From this share of used descriptors on, the rule reports that a process or the machine will soon have none left.
-_USED_PERCENT = 80
-_LISTED_MAX, _DISTINCT_MAX = 4, 64
+_REPORTED_USE_PERCENT = 80
+_LISTED_TEXTS_MAX, _COMPARED_PROCESSES_MAX = 4, 64
 
 
-def _is_one_job(first: GpuProcess, second: GpuProcess) -> bool | None:
+def _are_of_one_job(first: GpuProcess, second: GpuProcess) -> bool | None:
     """Return whether two processes are of one job, or None if that is unknown."""
     if first.job and first.job == second.job:
         return True
@@ -49,8 +49,8 @@ def _find_obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
         values = {getattr(process, name) for process in (first, second)}
         if len(values - {None}) > 1:
             return f"another {title}"
-    orders = {process.environment.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") for process in (first, second)}
-    if len(orders) > 1:
+    device_orders = {process.environment.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") for process in (first, second)}
+    if len(device_orders) > 1:
         return "another CUDA_DEVICE_ORDER"
     device_lists = [process.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") for process in (first, second)]
     if device_lists[0] != device_lists[1] and sorted(device_lists[0]) == sorted(device_lists[1]):
@@ -74,21 +74,23 @@ def _find_pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple
         ): process
         for process in reversed(processes)
     }
-    for first, second in combinations(list(reversed(distinct_processes.values()))[:_DISTINCT_MAX], 2):
+    for first, second in combinations(list(reversed(distinct_processes.values()))[:_COMPARED_PROCESSES_MAX], 2):
         obstacle = _find_obstacle(first, second)
         if obstacle:
-            yield _is_one_job(first, second), obstacle, f"{first.title} and {second.title}: {obstacle}"
+            yield _are_of_one_job(first, second), obstacle, f"{first.title} and {second.title}: {obstacle}"
 
 
 def _find_ptrace_obstacle(context: RuleContext) -> str | None:
     """Return why processes may be unable to share memory of cuMemCreate, or None if no reason is known."""
-    scope = context.tree.number(_PTRACE_SCOPE)
-    context.record(_PTRACE_SCOPE, "does not exist" if scope is None else scope)
-    if not context.has_expandable_segments or not scope:
+    ptrace_scope = context.tree.number(_PTRACE_SCOPE_PATH)
+    context.record(_PTRACE_SCOPE_PATH, "does not exist" if ptrace_scope is None else ptrace_scope)
+    if not context.has_expandable_segments or not ptrace_scope:
         return None
-    if scope < _PTRACE_SCOPE_NONE and "CAP_SYS_PTRACE" in context.facts.limits.capabilities:
+    if ptrace_scope < _PTRACE_SCOPE_NO_ATTACH and "CAP_SYS_PTRACE" in context.facts.limits.capabilities:
         return None
-    return f"this environment enables expandable segments: pidfd_getfd(2) shares them, and ptrace_scope is {scope}"
+    return (
+        f"this environment enables expandable segments: pidfd_getfd(2) shares them, and ptrace_scope is {ptrace_scope}"
+    )
 
 
 @rule(
@@ -118,24 +120,26 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
     refused_pairs = [
         text for is_one_job, obstacle, text in pairs if is_one_job and obstacle == f"another {_PID_NAMESPACE}"
     ]
-    if refused_pairs and not context.names(_IMEX_CHANNELS) and not context.is_uncaptured(_IMEX_CHANNELS):
-        return context.fails(_shorten(refused_pairs))
+    if refused_pairs and not context.names(_IMEX_CHANNELS_FOLDER) and not context.is_uncaptured(_IMEX_CHANNELS_FOLDER):
+        return context.fails(_join_shortened(refused_pairs))
     undecided_texts = [text for is_one_job, _, text in pairs if is_one_job is not False]
-    has_job = any(count > 1 for count in Counter(process.job for process in processes if process.job).values())
-    obstacle = _find_ptrace_obstacle(context) if has_job else None
+    has_shared_job = any(count > 1 for count in Counter(process.job for process in processes if process.job).values())
+    obstacle = _find_ptrace_obstacle(context) if has_shared_job else None
     undecided_texts += [obstacle] if obstacle else []
     if undecided_texts:
-        return context.unproven(f"CUDA IPC may be refused between processes of one job: {_shorten(undecided_texts)}")
+        return context.unproven(
+            f"CUDA IPC may be refused between processes of one job: {_join_shortened(undecided_texts)}"
+        )
     if context.machine.observe(GPU_PROCESSES) is None:
         return context.not_run("the processes that use GPUs were not read")
     gap = "; ".join(filter(None, (_describe_namespace_gap(context), context.gpu_processes_gap)))
     seen_text = f"saw {format_count(len(processes), 'process', 'processes')} with CUDA contexts"
     unseen_text = f"; not seen: {gap}" if gap else ""
-    if len(processes) > 1 and (has_job or not pairs):
+    if len(processes) > 1 and (has_shared_job or not pairs):
         return context.passes(
             f"{seen_text}, and no two of one job differ in user, namespace or order of the GPUs{unseen_text}"
         )
-    unrelated_text = f", and nothing shows that they are of one job: {_shorten([pair[2] for pair in pairs])}"
+    unrelated_text = f", and nothing shows that they are of one job: {_join_shortened([pair[2] for pair in pairs])}"
     return context.not_run(seen_text + (unrelated_text if pairs else "") + unseen_text)
 
 
@@ -148,9 +152,9 @@ def _describe_namespace_gap(context: RuleContext) -> str | None:
     return "processes outside of this PID namespace, which cannot share memory with those in it"
 
 
-def _shorten(texts: Sequence[str]) -> str:
-    rest_text = f"; and {len(texts) - _LISTED_MAX} more" if len(texts) > _LISTED_MAX else ""
-    return "; ".join(texts[:_LISTED_MAX]) + rest_text
+def _join_shortened(texts: Sequence[str]) -> str:
+    remaining_text = f"; and {len(texts) - _LISTED_TEXTS_MAX} more" if len(texts) > _LISTED_TEXTS_MAX else ""
+    return "; ".join(texts[:_LISTED_TEXTS_MAX]) + remaining_text
 
 
 @rule(
@@ -179,7 +183,7 @@ def _check_descriptors_low(context: RuleContext) -> RuleResult:
                 "and a job may need one for each registration"
             )
     if causes:
-        return context.fails(_shorten(causes))
+        return context.fails(_join_shortened(causes))
     if limit is None and not context.facts.limits.memlock_known:
         return context.not_run("the limit cannot be read")
     text = f"{'any number of' if limit is None else limit} descriptors may be open"
@@ -192,21 +196,21 @@ def _find_exhausted_descriptors(context: RuleContext) -> Iterator[str]:
     """Yield a text for each process that has a GPU open, and for the machine, if few descriptors are left."""
     for process in context.gpu_processes():
         limit = process.descriptors_max
-        if limit is not None and process.descriptors_count * 100 >= limit * _USED_PERCENT:
+        if limit is not None and process.descriptors_count * 100 >= limit * _REPORTED_USE_PERCENT:
             yield (
                 f"{process.title} has {process.descriptors_count} of {limit} descriptors open, "
                 f"{process.dmabufs_count} of them dma-bufs"
             )
     # The file has the number of open files, an unused number, and the limit.
     file_nr_match = re.fullmatch(r"(\d+)\s+\d+\s+(\d+)", context.text("/proc/sys/fs/file-nr") or "")
-    if file_nr_match and int(file_nr_match[1]) * 100 >= int(file_nr_match[2]) * _USED_PERCENT:
+    if file_nr_match and int(file_nr_match[1]) * 100 >= int(file_nr_match[2]) * _REPORTED_USE_PERCENT:
         yield f"the machine has {file_nr_match[1]} of {file_nr_match[2]} files open"
 
 
-def holders_of_dmabufs(context: RuleContext) -> str:
+def describe_dmabuf_holders(context: RuleContext) -> str:
     """Return which processes hold dma-bufs, those with the most bytes first; empty if none is known."""
     holders = sorted(context.gpu_processes(), key=lambda process: -process.dmabuf_bytes)
-    return _shorten(
+    return _join_shortened(
         [
             f"{process.title} holds {process.dmabufs_count} dma-bufs with {format_bytes(process.dmabuf_bytes)}"
             for process in holders

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from gdrkit.inventory.rules.base import (
-    MEMORY_PEERS,
+    MEMORY_PEERS_FOLDER,
     PEER_MEMORY_CLIENTS,
     PEER_MEMORY_MODULES,
     RuleContext,
@@ -22,8 +22,8 @@ __all__ = ["RULES"]
 
 _DMABUF_KERNEL_MIN = (5, 12)
 _RDMA_MODULES = ("ib_core", "ib_uverbs")
-_SYMBOL_MISMATCH = "disagrees about version of symbol ib_register_peer_memory_client"
-_SYMBOL_UNKNOWN = "Unknown symbol ib_register_peer_memory_client"
+_MISMATCH_MESSAGE = "disagrees about version of symbol ib_register_peer_memory_client"
+_UNKNOWN_SYMBOL_MESSAGE = "Unknown symbol ib_register_peer_memory_client"
 
 
 @rule(
@@ -72,20 +72,22 @@ def _check_no_registration_route(context: RuleContext) -> RuleResult:  # noqa: P
 def _check_peermem_symbols(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    refusals = [
-        line for line in context.machine.kernel_log.lines if _SYMBOL_MISMATCH in line or _SYMBOL_UNKNOWN in line
+    refusal_lines = [
+        line
+        for line in context.machine.kernel_log.lines
+        if _MISMATCH_MESSAGE in line or _UNKNOWN_SYMBOL_MESSAGE in line
     ]
-    if refusals:
-        context.record("kernel log", refusals[-1])
+    if refusal_lines:
+        context.record("kernel log", refusal_lines[-1])
         return context.fails("the kernel refused a peer memory module because of its symbols")
     if context.has_peer_memory:
         return context.passes("a peer memory module is loaded")
     context.lines("/proc/kallsyms", "ib_register_peer_memory_client")
-    unreadable = context.machine.kernel_log.unreadable
-    if unreadable:
+    log_failure = context.machine.kernel_log.unreadable
+    if log_failure:
         return context.not_run(
             "no peer memory module is loaded; the reason would be in the kernel log, which cannot be read: "
-            f"{unreadable}"
+            f"{log_failure}"
         )
     return context.passes("the kernel log reports no module that was refused because of its symbols")
 
@@ -118,21 +120,21 @@ def _check_peermem_refused(context: RuleContext) -> RuleResult:  # noqa: PLR0911
     if any(route.way == "peer_memory" for route in context.facts.routes):
         cause = f"{module} is loaded, and registration by peer memory was tried and refused"
         return context.passes(f"{cause}, but dma-buf works instead") if "dmabuf" in routes else context.fails(cause)
-    registered_gpus = _describe_peermem_registration(context, module)
-    if registered_gpus:
-        return context.passes(f"{registered_gpus}; no registration of GPU memory was tried")
-    if context.is_uncaptured(MEMORY_PEERS):
+    client_text = _describe_peermem_registration(context, module)
+    if client_text:
+        return context.passes(f"{client_text}; no registration of GPU memory was tried")
+    if context.is_uncaptured(MEMORY_PEERS_FOLDER):
         return context.not_run("the capture does not contain the files of this rule")
     return context.unproven(f"{module} is loaded, and no registration by peer memory was tried")
 
 
 def _describe_peermem_registration(context: RuleContext, module: str) -> str | None:
-    """Return what shows that a loaded module has registered, or None. An RDMA stack may show nothing."""
-    clients = set(context.names(MEMORY_PEERS)) & set(PEER_MEMORY_CLIENTS)
+    """Return the sign that a loaded module has registered with the RDMA stack, or None. Some stacks show no sign."""
+    clients = set(context.names(MEMORY_PEERS_FOLDER)) & set(PEER_MEMORY_CLIENTS)
     if clients:
         return f"{module} has registered as {' and '.join(sorted(clients))}"
-    # A module that calls a function of another one is among its holders. Which of the two RDMA modules has the function
-    # depends on the RDMA stack.
+    # The holders of a kernel module are the modules that call its functions. Which of the two RDMA modules has the
+    # function for the registration depends on the RDMA stack.
     for name in _RDMA_MODULES:
         if module in context.names(f"/sys/module/{name}/holders"):
             return f"{module} uses {name}, so it has registered with it"
@@ -156,11 +158,11 @@ def _check_no_dmabuf_region(context: RuleContext) -> RuleResult:
         context.record(
             f"ibv_reg_dmabuf_mr on {nic.name} with descriptor -1", "EBADF" if nic.dmabuf else "not supported"
         )
-    gpus_without_support = [nic.name for nic in nics if not nic.dmabuf]
-    if nics and not gpus_without_support:
+    nics_without_support = [nic.name for nic in nics if not nic.dmabuf]
+    if nics and not nics_without_support:
         return context.passes("every NIC supports dma-buf regions")
     cause = (
-        f"no dma-buf regions on {', '.join(gpus_without_support)}" if nics else _describe_kernel_without_dmabuf(context)
+        f"no dma-buf regions on {', '.join(nics_without_support)}" if nics else _describe_kernel_without_dmabuf(context)
     )
     if cause is None and context.is_uncaptured("/proc/sys/kernel/osrelease"):
         return context.not_run("the capture does not contain the files of this rule")

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES"]
 
-_NVIDIA_FS = "/proc/driver/nvidia-fs"
-_PARAMS = "/proc/driver/nvidia/params"
+_NVIDIA_FS_FOLDER = "/proc/driver/nvidia-fs"
+_NVIDIA_PARAMS_PATH = "/proc/driver/nvidia/params"
 # Major version of the first NVIDIA driver that supports P2PDMA.
 _P2PDMA_DRIVER_MIN = 565
 # CU_FILE_DRIVER_VERSION_MISMATCH and CU_FILE_DRIVER_NOT_INITIALIZED.
 _VERSION_MISMATCH_STATUSES = (5004, 5001)
-# The first version of Linux in which KASLR does not shrink the direct map if P2PDMA is built in, and the default of
+# Before this version of Linux, KASLR shrinks the direct map even if P2PDMA is built in. The padding is the default of
 # CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING with memory hotplug, which P2PDMA needs.
 _KASLR_KERNEL_MIN, _KASLR_PADDING_TIB = (6, 15), 10
 _REFUSED_RANGE = re.compile(
@@ -50,8 +50,8 @@ _FALLBACK_WORDS = ("running in compatible mode", "compatible mode", "Falling bac
 def _check_nvidia_fs_absent(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    if context.exists(_NVIDIA_FS):
-        registered_drivers = context.text(f"{_NVIDIA_FS}/modules") or ""
+    if context.exists(_NVIDIA_FS_FOLDER):
+        registered_drivers = context.text(f"{_NVIDIA_FS_FOLDER}/modules") or ""
         if not registered_drivers.strip():
             return context.fails("nvidia-fs is loaded, but no storage driver has registered with it")
         has_local_nvme = any(controller.transport in (None, "pcie") for controller in context.facts.nvme)
@@ -59,7 +59,7 @@ def _check_nvidia_fs_absent(context: RuleContext) -> RuleResult:  # noqa: PLR091
             return context.fails("nvidia-fs is loaded, but the nvme driver has not registered with it")
         names = ", ".join(line.split(":")[0].strip() for line in registered_drivers.splitlines())
         return context.passes(f"nvidia-fs is loaded, with {names}")
-    if context.is_uncaptured(_NVIDIA_FS):
+    if context.is_uncaptured(_NVIDIA_FS_FOLDER):
         return context.not_run("the capture does not contain the files of this rule")
     if _find_missing_p2pdma_conditions(context) == []:
         return context.passes("nvidia-fs is not loaded, but P2PDMA works instead")
@@ -80,14 +80,16 @@ def _check_nvidia_fs_version(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     kernel_log = context.machine.kernel_log
-    refusals = [line for line in kernel_log.lines if "nvidia_fs" in line and "nvidia_p2p" in line and "symbol" in line]
-    if refusals:
-        context.record("kernel log", refusals[-1])
+    refusal_lines = [
+        line for line in kernel_log.lines if "nvidia_fs" in line and "nvidia_p2p" in line and "symbol" in line
+    ]
+    if refusal_lines:
+        context.record("kernel log", refusal_lines[-1])
         return context.fails("the kernel refused nvidia_fs because of its symbols")
     observation = context.observe_cufile("driver_open")
     if observation and observation.failure and observation.failure.status in _VERSION_MISMATCH_STATUSES:
         return context.fails(f"cuFileDriverOpen: {observation.failure.message}")
-    version = context.text(f"{_NVIDIA_FS}/version")
+    version = context.text(f"{_NVIDIA_FS_FOLDER}/version")
     if version is None:
         if kernel_log.unreadable:
             return context.not_run(
@@ -111,9 +113,11 @@ def _find_missing_p2pdma_conditions(context: RuleContext) -> list[str] | None:
     if "Open Kernel Module" not in version or driver_version is None or int(driver_version[1]) < _P2PDMA_DRIVER_MIN:
         missing_conditions.append(f"no open kernel module of driver {_P2PDMA_DRIVER_MIN} or newer")
     registry_lines = [
-        line for line in (context.tree.text(_PARAMS) or "").splitlines() if line.startswith("RegistryDwords:")
+        line
+        for line in (context.tree.text(_NVIDIA_PARAMS_PATH) or "").splitlines()
+        if line.startswith("RegistryDwords:")
     ]
-    context.record(_PARAMS, registry_lines[0] if registry_lines else "no RegistryDwords")
+    context.record(_NVIDIA_PARAMS_PATH, registry_lines[0] if registry_lines else "no RegistryDwords")
     missing_conditions += (
         [] if registry_lines and "RMForceStaticBar1=1" in registry_lines[0] else ["RMForceStaticBar1=1 is not set"]
     )
@@ -145,7 +149,7 @@ def _check_p2pdma_off(context: RuleContext) -> RuleResult:
         return context.not_run("the capture does not contain the files of this rule")
     if not missing_conditions:
         return context.passes("all settings for P2PDMA are correct")
-    if context.exists(f"{_NVIDIA_FS}/modules"):
+    if context.exists(f"{_NVIDIA_FS_FOLDER}/modules"):
         return context.passes(f"{missing_conditions[0]}, but nvidia-fs works instead")
     return context.fails("; ".join(missing_conditions))
 
@@ -168,12 +172,14 @@ def _check_kaslr_p2pdma(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
         return context.not_run("no GPU here")
     if not context.nvme_functions:
         return context.not_run("no NVMe on PCI")
-    ranges = {gpu.address: bar1_range for gpu in context.gpus if (bar1_range := context.bar1_range(gpu.address))}
+    bar1_range_by_gpu = {
+        gpu.address: bar1_range for gpu in context.gpus if (bar1_range := context.bar1_range(gpu.address))
+    }
     for line in context.machine.kernel_log.lines:
         refused_range = _REFUSED_RANGE.search(line)
         if refused_range and any(
             _is_overlapping((int(refused_range[1], 16), int(refused_range[2], 16)), bar1_range)
-            for bar1_range in ranges.values()
+            for bar1_range in bar1_range_by_gpu.values()
         ):
             context.record("kernel log", line)
             return context.fails(f"the kernel refused to map BAR1 of a GPU: {refused_range[0]}")
@@ -181,50 +187,52 @@ def _check_kaslr_p2pdma(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
         return context.passes("KASLR is off")
     if context.facts.machine not in ("x86_64", ""):
         return context.not_run(f"the direct map of {context.facts.machine} does not depend on KASLR")
-    if not ranges or context.kernel_version() == (0, 0):
+    if not bar1_range_by_gpu or context.kernel_version() == (0, 0):
         return context.not_run("the address of BAR1 or the version of Linux cannot be read")
     if context.kernel_version() >= _KASLR_KERNEL_MIN:
         return context.passes("this version of Linux keeps the direct map whole")
-    return _compare_with_direct_map(context, ranges)
+    return _compare_with_direct_map(context, bar1_range_by_gpu)
 
 
-def _compare_with_direct_map(context: RuleContext, ranges: dict[str, tuple[int, int]]) -> RuleResult:
+def _compare_with_direct_map(context: RuleContext, bar1_range_by_gpu: dict[str, tuple[int, int]]) -> RuleResult:
     """Compare BAR1 of each GPU with the part of the physical address space that a kernel with KASLR can map."""
     config = context.kernel_config()
     if config and "CONFIG_RANDOMIZE_MEMORY=y" not in config:
         return context.passes("the kernel was built without KASLR of memory")
-    memory_end = _read_memory_end(context)
-    if memory_end is None:
+    memory_end_bytes = _read_memory_end(context)
+    if memory_end_bytes is None:
         return context.not_run("/proc/zoneinfo cannot be read")
     padding = re.search(r"^CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=(0x[0-9a-f]+)$", config, re.MULTILINE)
     padding_tib = int(padding[1], 16) if padding else _KASLR_PADDING_TIB
-    limit_tib = -(-memory_end // _TIB) + padding_tib
+    direct_map_tib = -(-memory_end_bytes // _TIB) + padding_tib
     gpus_beyond_map = [
         address
-        for address, bar1_range in ranges.items()
-        if bar1_range[1] >= limit_tib * _TIB and not _is_mapped_by_p2pdma(context, address)
+        for address, bar1_range in bar1_range_by_gpu.items()
+        if bar1_range[1] >= direct_map_tib * _TIB and not _is_mapped_by_p2pdma(context, address)
     ]
-    text = f"the first {limit_tib} TiB of addresses, {padding_tib} TiB more than the memory"
+    text = f"the first {direct_map_tib} TiB of addresses, {padding_tib} TiB more than the memory"
     context.record("direct map with KASLR", text)
     if not gpus_beyond_map:
         return context.passes(f"BAR1 of every GPU is in the direct map, which with KASLR has at least {text}")
     cause = f"BAR1 of {', '.join(gpus_beyond_map)} is beyond the direct map, which with KASLR has {text}"
-    if context.exists(f"{_NVIDIA_FS}/modules"):
+    if context.exists(f"{_NVIDIA_FS_FOLDER}/modules"):
         return context.passes(f"{cause}, but nvidia-fs works instead")
     return context.unproven(f"{cause}, unless this kernel has the commit 7ffb791423c7")
 
 
 def _read_memory_end(context: RuleContext) -> int | None:
     """Return the end of the memory in bytes, or None if it cannot be read."""
-    memory_end, spanned_pages = None, 0
+    memory_end_bytes, spanned_pages = None, 0
     for line in context.tree.lines("/proc/zoneinfo", ("spanned", "start_pfn:")):
         words = line.split()
         if words[0] == "spanned" and words[-1].isdecimal():
             spanned_pages = int(words[-1])
         elif words[0] == "start_pfn:" and words[-1].isdecimal():
-            memory_end = max(memory_end or 0, (int(words[-1]) + spanned_pages) * _PAGE_BYTES)
-    context.record("/proc/zoneinfo", "not readable" if memory_end is None else f"memory ends at {memory_end:#x}")
-    return memory_end
+            memory_end_bytes = max(memory_end_bytes or 0, (int(words[-1]) + spanned_pages) * _PAGE_BYTES)
+    context.record(
+        "/proc/zoneinfo", "not readable" if memory_end_bytes is None else f"memory ends at {memory_end_bytes:#x}"
+    )
+    return memory_end_bytes
 
 
 def _is_mapped_by_p2pdma(context: RuleContext, address: str) -> bool:
@@ -233,9 +241,9 @@ def _is_mapped_by_p2pdma(context: RuleContext, address: str) -> bool:
     pci_p2pdma_add_resource() makes the folder first, and adds to the size only after it has mapped the memory.
     """
     path = f"/sys/bus/pci/devices/{address}/p2pmem/size"
-    size = context.tree.number(path)
-    context.record(path, "does not exist" if size is None else size)
-    return bool(size)
+    mapped_bytes = context.tree.number(path)
+    context.record(path, "does not exist" if mapped_bytes is None else mapped_bytes)
+    return bool(mapped_bytes)
 
 
 def _is_overlapping(first: tuple[int, int], second: tuple[int, int]) -> bool:
@@ -262,13 +270,13 @@ def _check_cufile_descriptor_0(context: RuleContext) -> RuleResult:
         return context.fails("cuFileDriverOpen was called, and descriptor 0 was closed")
     if observation is not None and _has_opened_driver(observation):
         return context.passes("cuFileDriverOpen was called, and descriptor 0 is still open")
-    count = context.tree.number(f"{_NVIDIA_FS}/devcount")
-    context.record(f"{_NVIDIA_FS}/devcount", "does not exist" if count is None else count)
-    if context.is_uncaptured(f"{_NVIDIA_FS}/devcount") or not context.tree.names("/dev"):
+    count = context.tree.number(f"{_NVIDIA_FS_FOLDER}/devcount")
+    context.record(f"{_NVIDIA_FS_FOLDER}/devcount", "does not exist" if count is None else count)
+    if context.is_uncaptured(f"{_NVIDIA_FS_FOLDER}/devcount") or not context.tree.names("/dev"):
         return context.not_run("the devices of nvidia-fs or /dev cannot be read")
-    nodes = [name for name in context.tree.names("/dev") if name.startswith("nvidia-fs")]
-    context.record("/dev/nvidia-fs*", ", ".join(nodes) or "does not exist")
-    if count and not nodes:
+    device_nodes = [name for name in context.tree.names("/dev") if name.startswith("nvidia-fs")]
+    context.record("/dev/nvidia-fs*", ", ".join(device_nodes) or "does not exist")
+    if count and not device_nodes:
         return context.fails(f"nvidia-fs has {format_count(count, 'device')}, and /dev has no nvidia-fs*")
     return context.passes("nvidia-fs has its device nodes" if count else "nvidia-fs is not loaded")
 
@@ -333,12 +341,12 @@ def _check_silent_fallback(context: RuleContext) -> RuleResult:
     messages = context.lines(path, *_FALLBACK_WORDS) if path.startswith("/") else ()
     if messages:
         return context.fails(f"{path}: {messages[-1].strip()}")
-    stats = context.tree.text(f"{_NVIDIA_FS}/stats")
+    stats = context.tree.text(f"{_NVIDIA_FS_FOLDER}/stats")
     if stats is None:
         return context.not_run("there is no log of cuFile, and there are no counters of nvidia-fs")
     rw_stats_enabled = context.text("/sys/module/nvidia_fs/parameters/rw_stats_enabled")
     line = next((line for line in stats.splitlines() if line.startswith("Reads")), "")
-    context.record(f"{_NVIDIA_FS}/stats", line)
+    context.record(f"{_NVIDIA_FS_FOLDER}/stats", line)
     if rw_stats_enabled in ("0", "N"):
         return context.unproven("nvidia-fs does not count: rw_stats_enabled is 0")
     count = re.search(r"n=(\d+)", line)

@@ -31,7 +31,7 @@ __all__ = ["HELLO_BYTES_MAX", "AdmittedRanks", "RankHello", "admit_ranks"]
 HELLO_BYTES_MAX = 4096
 _HELLO_TIMEOUT_S, _SEND_TIMEOUT_S = 10.0, 10.0
 # Largest number of connections whose peer has not sent the token yet.
-_UNVERIFIED_MAX = 64
+_UNVERIFIED_PEERS_MAX = 64
 _POLL_S, _ACCEPT_RETRY_S = 1.0, 0.1
 
 
@@ -132,7 +132,7 @@ class _Admission:
 
     def __init__(self, selector: selectors.BaseSelector, count: int, token: str, deadline_s: float) -> None:
         self._selector = selector
-        self._count = count
+        self._rank_count = count
         self._token = token.encode()
         self._deadline_s = deadline_s
         self.admitted = AdmittedRanks()
@@ -142,7 +142,7 @@ class _Admission:
     def is_open(self) -> bool:
         """Whether rank 0 still waits for ranks: not all have been admitted or rejected, and time is left."""
         decided_count = len(self.admitted.ranks) + len(self.admitted.rejected)
-        return decided_count < self._count and time.monotonic() < self._deadline_s
+        return decided_count < self._rank_count and time.monotonic() < self._deadline_s
 
     def accept(self, listener: socket.socket) -> None:
         """Accept a connection, and add its peer to the candidates."""
@@ -160,7 +160,7 @@ class _Admission:
         self.candidates.add(candidate)
         self._selector.register(candidate.connection, selectors.EVENT_READ, candidate)
         unverified_candidates = [peer for peer in self.candidates if peer.hello is None]
-        if len(unverified_candidates) > _UNVERIFIED_MAX:
+        if len(unverified_candidates) > _UNVERIFIED_PEERS_MAX:
             # A rank sends its token at once, so the peer that has waited longest is not a rank.
             self.disconnect(min(unverified_candidates, key=lambda peer: peer.deadline_s))
 
@@ -197,7 +197,7 @@ class _Admission:
         hello = serialization.from_json_data(RankHello, message, where="a hello")
         is_verified = hmac.compare_digest(hello.token.encode("utf-8", "surrogatepass"), self._token)
         decided_ranks = self.admitted.ranks.keys() | self.admitted.rejected.keys()
-        if not is_verified or hello.rank not in range(self._count) or hello.rank in decided_ranks:
+        if not is_verified or hello.rank not in range(self._rank_count) or hello.rank in decided_ranks:
             message_text = "the peer is not an expected rank of this job"
             raise UsageError(message_text, reason=Reason.MALFORMED)
         candidate.hello, candidate.deadline_s = hello, self._deadline_s

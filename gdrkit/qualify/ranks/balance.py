@@ -121,7 +121,7 @@ def measure_round(plan: Round, ranks: Mapping[int, RankProxy], *, seed: int) -> 
 
 
 def _attempt(step: Callable[[_Transfer, int], None], transfer: _Transfer, *, seed: int) -> None:
-    """Execute a step of a pair that has not failed before, and keep its error."""
+    """Execute a step of a pair, and store its error in the result. Do nothing if an earlier step of the pair failed."""
     if not transfer.result.failure:
         try:
             step(transfer, seed)
@@ -131,14 +131,14 @@ def _attempt(step: Callable[[_Transfer, int], None], transfer: _Transfer, *, see
 
 def _read_counters(transfers: Sequence[_Transfer]) -> dict[int, PortCounters]:
     """Return the counters of the port of each rank that replies."""
-    counters = {}
+    counters_by_rank = {}
     for transfer in transfers:
         try:
             reply = transfer.target.request("counters", {})
-            counters[transfer.pair.target] = serialization.from_json_data(PortCounters, reply, where="counters")
+            counters_by_rank[transfer.pair.target] = serialization.from_json_data(PortCounters, reply, where="counters")
         except (StepFailed, UsageError):
             continue  # The next step of the pair fails for the same reason.
-    return counters
+    return counters_by_rank
 
 
 def _compare_counters(transfers: Sequence[_Transfer], counters_before: Mapping[int, PortCounters]) -> None:
@@ -147,43 +147,44 @@ def _compare_counters(transfers: Sequence[_Transfer], counters_before: Mapping[i
     outgoing_bytes = {transfer.pair.initiator: transfer.moved_bytes for transfer in transfers}
     deadline_s = time.monotonic() + COUNTERS_TIMEOUT_S
     while True:
-        growths: dict[int, PortGrowth] = {
+        growth_by_rank: dict[int, PortGrowth] = {
             rank: port_growth(counters_before[rank], after)
             for rank, after in _read_counters(transfers).items()
             if rank in counters_before
         }
-        reasons = {
+        reason_by_rank = {
             rank: unproven_reason(TransferPath.WIRE, incoming_bytes[rank] + outgoing_bytes[rank], growth)
-            for rank, growth in growths.items()
+            for rank, growth in growth_by_rank.items()
         }
         # Some drivers update their counters late.
-        if "counters_did_not_grow" not in reasons.values() or time.monotonic() > deadline_s:
+        if "counters_did_not_grow" not in reason_by_rank.values() or time.monotonic() > deadline_s:
             break
     for transfer in transfers:
         rank_by_role = {"target": transfer.pair.target, "initiator": transfer.pair.initiator}
         transfer.result.evidence["unproven"] = next(
-            (reason for rank in rank_by_role.values() if (reason := reasons.get(rank, "counters_missing"))), ""
+            (reason for rank in rank_by_role.values() if (reason := reason_by_rank.get(rank, "counters_missing"))), ""
         )
         transfer.result.evidence["port_growth"] = serialization.to_json_data(
-            {role: growths.get(rank) for role, rank in rank_by_role.items()}
+            {role: growth_by_rank.get(rank) for role, rank in rank_by_role.items()}
         )
-        # A port carries its outgoing and its incoming pair, in both directions of each.
+        # Each port takes part in two pairs, in one as initiator and in one as target. Each pair moves its bytes in both
+        # directions.
         transfer.result.evidence["port_bytes_expected"] = {
             role: incoming_bytes[rank] + outgoing_bytes[rank] for role, rank in rank_by_role.items()
         }
 
 
 def _name_slow_pairs(transfers: Sequence[_Transfer]) -> None:
-    rates = {
+    rate_by_case = {
         transfer.result.case: transfer.result.numbers["balance_gb_per_s"]
         for transfer in transfers
         if not transfer.result.failure
     }
-    if not rates:
+    if not rate_by_case:
         return
-    median = statistics.median(rates.values())
+    median = statistics.median(rate_by_case.values())
     for transfer in transfers:
-        rate = rates.get(transfer.result.case, median)
+        rate = rate_by_case.get(transfer.result.case, median)
         if rate < _SLOW_RATIO * median:
             pair, percent = transfer.pair, 100 * rate / median
             initiator, target = transfer.initiator.rank_facts.host_name, transfer.target.rank_facts.host_name

@@ -34,7 +34,7 @@ __all__ = ["main"]
 _SEND_TIMEOUT_S = 60.0
 _QUEUE_DEPTH, _WORK_REQUESTS_PER_POST = 32, 8
 _WARM_UP_ROUNDS = 2
-# Number of transfers in one burst of a balance. A burst covers all of the memory, whose parts have this length.
+# Number of transfers in one burst of a balance. Each of them moves an equal part of the memory.
 _BURST_OPERATIONS = 16
 
 
@@ -45,11 +45,11 @@ class _Operations:
     """
 
     def __init__(self) -> None:
-        self._objects = contextlib.ExitStack()
+        self._open_objects = contextlib.ExitStack()
         self._memory: DeviceMemory | None = None
         self._target_queue_pair: QueuePair | None = None
         self._initiator: Initiator | None = None
-        self._port: tuple[str, int] = "", 0  # Name of the NIC, and number of its port.
+        self._nic_and_port: tuple[str, int] = "", 0  # Name of the NIC, and number of its port.
 
     def open_target(self, nic: str, device: int, length_bytes: int) -> dict[str, Any]:
         """Allocate device memory and register it with a NIC.
@@ -58,11 +58,13 @@ class _Operations:
         """
         self.close()
         opened_nic = self._open_nic(nic)
-        memory = self._objects.enter_context(self._objects.enter_context(Device(device)).allocate(length_bytes))
+        memory = self._open_objects.enter_context(
+            self._open_objects.enter_context(Device(device)).allocate(length_bytes)
+        )
         memory.fill(0)
-        registration = self._objects.enter_context(register(memory, [opened_nic]))
-        completions = self._objects.enter_context(opened_nic.completion_queue(depth=16))
-        self._target_queue_pair = self._objects.enter_context(opened_nic.queue_pair(completions))
+        registration = self._open_objects.enter_context(register(memory, [opened_nic]))
+        completion_queue = self._open_objects.enter_context(opened_nic.completion_queue(depth=16))
+        self._target_queue_pair = self._open_objects.enter_context(opened_nic.queue_pair(completion_queue))
         self._memory = memory
         return {
             "endpoint": self._target_queue_pair.endpoint().to_dict(),
@@ -85,7 +87,7 @@ class _Operations:
         if self._target_queue_pair is None:
             self.close()
         self._open_nic(nic)
-        initiator = self._objects.enter_context(Initiator(nic, memory_bytes=length_bytes))
+        initiator = self._open_objects.enter_context(Initiator(nic, memory_bytes=length_bytes))
         initiator.connect([Endpoint.from_dict(endpoint)], reads_max=initiator.reads_max)
         self._initiator = initiator
         return {"endpoint": initiator.endpoints()[0].to_dict()}
@@ -159,7 +161,7 @@ class _Operations:
 
     def counters(self) -> object:
         """Return the counters of the port of the pair's NIC."""
-        return to_json_data(read_port(HostTree(), *self._port))
+        return to_json_data(read_port(HostTree(), *self._nic_and_port))
 
     def libraries(self) -> object:
         """Return the libraries of CUDA, verbs and other APIs that this process has loaded."""
@@ -168,26 +170,38 @@ class _Operations:
     def _open_nic(self, name: str) -> Nic:
         """Open a NIC at its first active port, until the next pair."""
         (nic,) = open_active_nics([name])
-        self._objects.enter_context(nic)
-        self._port = name, nic.port.number
+        self._open_objects.enter_context(nic)
+        self._nic_and_port = name, nic.port.number
         return nic
 
     def close(self) -> None:
         """Close the objects of the current pair, in the reverse order of their creation."""
         self._memory = self._target_queue_pair = self._initiator = None
-        self._objects.close()
+        self._open_objects.close()
 
 
 def main() -> None:
     """Execute the requests from the socket DESCRIPTOR until the rank closes the socket or ends."""
     die_with_parent(int(sys.argv[2]))  # A child that hangs in a driver does not notice that the socket is closed.
     connection = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
-    objects = _Operations()
+    measuring_operations = _Operations()
     operations = {
         operation.__name__: operation
         for operation in (
-            *(objects.open_target, objects.open_initiator, objects.connect, objects.run),
-            *(objects.balance, objects.fill, objects.check, objects.counters, objects.libraries, objects.close),
+            *(
+                measuring_operations.open_target,
+                measuring_operations.open_initiator,
+                measuring_operations.connect,
+                measuring_operations.run,
+            ),
+            *(
+                measuring_operations.balance,
+                measuring_operations.fill,
+                measuring_operations.check,
+                measuring_operations.counters,
+                measuring_operations.libraries,
+                measuring_operations.close,
+            ),
         )
     }
     with contextlib.suppress(PeerGone):
@@ -199,7 +213,7 @@ def main() -> None:
             except GdrkitError as error:
                 reply = {"error": str(error)}
             connection.send(reply, timeout_s=_SEND_TIMEOUT_S)
-    objects.close()
+    measuring_operations.close()
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ class MessageSocket:
 
     def __init__(self, connected_socket: socket.socket) -> None:
         self._socket = connected_socket
-        self._buffer = bytearray()
-        # Number of the leading bytes of `_buffer` that were searched and contain no end of a line.
+        self._receive_buffer = bytearray()
+        # Number of the leading bytes of `_receive_buffer` that were searched and contain no end of a line.
         self._searched_bytes = 0
 
     def fileno(self) -> int:
@@ -81,16 +81,18 @@ class MessageSocket:
             ``MALFORMED``: the data is not a message.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while (length_bytes := self._buffer.find(b"\n", self._searched_bytes)) < 0:
-            self._searched_bytes = len(self._buffer)
+        while (length_bytes := self._receive_buffer.find(b"\n", self._searched_bytes)) < 0:
+            self._searched_bytes = len(self._receive_buffer)
             if self._searched_bytes > length_bytes_max:
                 break
-            self._buffer += self._receive_some(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+            self._receive_buffer += self._receive_part(
+                None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            )
         if not 0 <= length_bytes <= length_bytes_max:
             message = f"a message is longer than {length_bytes_max} bytes"
             raise UsageError(message, reason=Reason.MALFORMED)
-        line = bytes(self._buffer[:length_bytes])
-        del self._buffer[: length_bytes + 1]
+        line = bytes(self._receive_buffer[:length_bytes])
+        del self._receive_buffer[: length_bytes + 1]
         self._searched_bytes = 0
         data = serialization.parse_json(line, where="a message")
         if not isinstance(data, dict):
@@ -102,7 +104,7 @@ class MessageSocket:
         """Close the connection. Later calls that send or receive raise :class:`PeerGone`."""
         self._socket.close()
 
-    def _receive_some(self, timeout_s: float | None) -> bytes:
+    def _receive_part(self, timeout_s: float | None) -> bytes:
         try:
             self._socket.settimeout(timeout_s)
             data = self._socket.recv(_RECEIVE_BYTES)

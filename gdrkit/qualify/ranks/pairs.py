@@ -92,7 +92,7 @@ def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair,
     has_several_hosts = len({rank_facts.host for rank_facts in ranks}) > 1
     pairs = []
     for target in ranks:
-        same_host = [candidate for candidate in ranks if candidate.host == target.host]
+        ranks_on_host = [candidate for candidate in ranks if candidate.host == target.host]
         initiators = [
             candidate
             for candidate in ranks
@@ -100,7 +100,7 @@ def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair,
             and candidate.rank != target.rank
             and (candidate.host == target.host) == (within_hosts or not has_several_hosts)
         ]
-        for device in target.devices[same_host.index(target) :: len(same_host)]:
+        for device in target.devices[ranks_on_host.index(target) :: len(ranks_on_host)]:
             for position, nic in enumerate(target.nics):
                 if not initiators:
                     continue
@@ -120,19 +120,19 @@ def plan_rounds(ranks: Sequence[RankFacts]) -> tuple[Round, ...]:
     for candidate in ranks:
         if candidate.nics and candidate.devices:
             first_ranks.setdefault(candidate.host, candidate)
-    members = tuple(first_ranks.values())
-    if len(members) < _BALANCE_HOSTS_MIN:
+    participants = tuple(first_ranks.values())
+    if len(participants) < _BALANCE_HOSTS_MIN:
         return ()
-    shifts = {"ring": 1, "permutation": (len(members) + 1) // 2}
+    shifts = {"ring": 1, "permutation": (len(participants) + 1) // 2}
     return tuple(
         Round(
             f"{name}-rail{rail}",
             tuple(
-                _make_pair_on_rail(member, members[(position + shift) % len(members)], rail)
-                for position, member in enumerate(members)
+                _make_pair_on_rail(participant, participants[(position + shift) % len(participants)], rail)
+                for position, participant in enumerate(participants)
             ),
         )
-        for rail in range(min(len(member.nics) for member in members))
+        for rail in range(min(len(participant.nics) for participant in participants))
         for name, shift in shifts.items()
     )
 

@@ -21,7 +21,7 @@ __all__ = ["RankProxy", "StepFailed"]
 # reply may take the transit time.
 _STEP_TIMEOUT_S, _TRANSIT_TIMEOUT_S = 30.0, 10.0
 # A reply has exactly one of these keys: the result, the error of the measuring child, or how that child ended.
-_OUTCOMES = frozenset({"result", "error", "lost"})
+_OUTCOME_KEYS = frozenset({"result", "error", "lost"})
 
 
 class StepFailed(GdrkitError):
@@ -108,8 +108,8 @@ class RankProxy:
         if type(request_number) is not int or request_number != self._last_request_number:
             message = f"it is the reply to request {request_number!r}, not to request {self._last_request_number}"
             raise UsageError(message, reason=Reason.MALFORMED)
-        if len(_OUTCOMES & reply.keys()) != 1:
-            message = f"exactly one of {', '.join(sorted(_OUTCOMES))} is allowed, not {', '.join(sorted(reply))}"
+        if len(_OUTCOME_KEYS & reply.keys()) != 1:
+            message = f"exactly one of {', '.join(sorted(_OUTCOME_KEYS))} is allowed, not {', '.join(sorted(reply))}"
             raise UsageError(message, reason=Reason.MALFORMED)
         self._pending_step = ""
         return reply

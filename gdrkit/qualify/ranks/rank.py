@@ -53,33 +53,33 @@ class MeasuringChild:
             return {"result": None}  # Without a child there are no objects to close.
         deadline_s = time.monotonic() + timeout_s  # The timeout includes the start of the child.
         try:
-            connection = self._connection or self._start(timeout_s)
+            connection = self._connection or self._start_child(timeout_s)
             message = {"do": request["do"], "with": request["with"]}
             connection.send(message, timeout_s=max(_REMAINING_TIME_MIN_S, deadline_s - time.monotonic()))
             return connection.receive(timeout_s=max(_REMAINING_TIME_MIN_S, deadline_s - time.monotonic()))
         except PeerGone:
-            return {"lost": self._wait()}
+            return {"lost": self._wait_for_exit()}
         except TimeoutError:
-            kill_failure = self._kill()
+            kill_failure = self._kill_child()
             return {"lost": f"it did not reply within {timeout_s:g} s and was killed{kill_failure}"}
         except UsageError as error:
-            kill_failure = self._kill()
+            kill_failure = self._kill_child()
             return {"lost": f"it sent an invalid reply and was killed: {error.message}{kill_failure}"}
         except OSError as error:
             return {"lost": f"it cannot be started: {error}"}
 
     def close(self) -> None:
         """Kill the child if it runs."""
-        self._kill()
+        self._kill_child()
 
-    def _kill(self) -> str:
+    def _kill_child(self) -> str:
         """Kill the child if it runs. Return a text for the error if it did not end, else an empty string."""
         child, self._child = self._child, None
         kill_failure = "" if child is None else kill_child(child, leads_group=False)
-        self._wait()
+        self._wait_for_exit()
         return f"; {kill_failure}" if kill_failure else ""
 
-    def _start(self, timeout_s: float) -> MessageSocket:
+    def _start_child(self, timeout_s: float) -> MessageSocket:
         """Start a child and wait for its first message."""
         parent_end, child_end = socket.socketpair()
         self._connection = MessageSocket(parent_end)
@@ -91,12 +91,12 @@ class MeasuringChild:
                     command, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[descriptor]
                 )
         except OSError:
-            self._wait()
+            self._wait_for_exit()
             raise
         self._connection.receive(timeout_s=timeout_s)
         return self._connection
 
-    def _wait(self) -> str:
+    def _wait_for_exit(self) -> str:
         """Close the connection, wait for the end of the child, and return a text that says how it ended."""
         if self._connection is not None:
             self._connection.close()
@@ -104,12 +104,16 @@ class MeasuringChild:
         if child is None:
             return "it could not be started"
         try:
-            code = child.wait(_EXIT_TIMEOUT_S)
+            exit_code = child.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             if kill_failure := kill_child(child, leads_group=False):
                 return kill_failure
-            code = child.returncode
-        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
+            exit_code = child.returncode
+        return (
+            f"it was ended by {signal.Signals(-exit_code).name}"
+            if exit_code < 0
+            else f"it exited with code {exit_code}"
+        )
 
 
 def join(listener: Mapping[str, Any], hello: RankHello) -> MessageSocket:

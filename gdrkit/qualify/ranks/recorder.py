@@ -74,7 +74,7 @@ class PairResult:
     """The result of measuring a pair, from which a record is made. An empty `failure` means that it succeeded.
 
     `libraries` has, for each rank of the pair: its role, its facts, and the libraries that its child had loaded.
-    `unproven` says what the measurement did not prove, although the data was right.
+    `unproven` says what the measurement did not prove, although the data was correct.
     """
 
     case: str
@@ -163,7 +163,7 @@ class PairRecorder:
             for api in _APIS
         )
         memory_bytes = _MEMORY_BYTES if is_hardware else _SMALL_MEMORY_BYTES
-        sizes = {
+        transfer_sizes = {
             "length_bytes": _TRANSFER_BYTES if is_hardware else _SMALL_TRANSFER_BYTES,
             "operations": _OPERATION_COUNT if is_hardware else _SMALL_OPERATION_COUNT,
             "rounds": _ROUND_COUNT,
@@ -186,7 +186,7 @@ class PairRecorder:
             if direction == "read":
                 target.request("fill", {"seed": transfer_seed})
             reply = initiator.request(
-                "run", {"direction": direction, "remote": target_reply.remote, **sizes, "seed": transfer_seed}
+                "run", {"direction": direction, "remote": target_reply.remote, **transfer_sizes, "seed": transfer_seed}
             )
             rate = serialization.from_json_data(_RateReply, reply, where="run")
             if direction == "write":
@@ -246,8 +246,8 @@ class PairRecorder:
 
 def _find_path(pair: Pair, target: RankProxy, initiator: RankProxy) -> TransferPath:
     """Return the path between the NICs of a pair: loopback, if both ends are the same NIC of the same machine."""
-    ends = ((target.rank_facts.host, pair.target_nic), (initiator.rank_facts.host, pair.initiator_nic))
-    return TransferPath.LOOPBACK if ends[0] == ends[1] else TransferPath.WIRE
+    nic_ends = ((target.rank_facts.host, pair.target_nic), (initiator.rank_facts.host, pair.initiator_nic))
+    return TransferPath.LOOPBACK if nic_ends[0] == nic_ends[1] else TransferPath.WIRE
 
 
 def _read_port_counters(target: RankProxy, initiator: RankProxy) -> list[PortCounters]:

@@ -68,7 +68,7 @@ class AgentLoop(Protocol):
         """
 
     def set_local_store(self, sums_folder: int, generation: int) -> None:
-        """Pass the folder of the checksums of a store on this machine, and the memory in which its server counts.
+        """Pass the folder of the checksums of a store on this machine, and the memory of its server's counter.
 
         The caller still owns both descriptors.
         """

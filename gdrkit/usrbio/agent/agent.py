@@ -56,7 +56,7 @@ __all__ = [
 # The defaults of `spin_us` and `server_timeout_ms`; see :class:`Agent`.
 SPIN_US = 50
 SERVER_TIMEOUT_MS = 60_000
-# How long an object that is removed waits for its operations in flight; see :class:`AgentContext`.
+# Longest wait for the operations in flight of an object that is removed; see :class:`AgentContext`.
 _DRAIN_TIMEOUT_MS = 10_000
 # Limit of the operations in flight of all clients.
 _OUTSTANDING_MAX = 4096
@@ -214,17 +214,17 @@ def plain_agent(
     SetupMissing, ApiError, GdrkitError
         EBUSY: another agent serves the mount. Else the native parts were not built, or the server did not start.
     """
-    resolved = check_mount(path)
-    if not resolved.samefile(check_mount(store)):
+    store_folder = check_mount(path)
+    if not store_folder.samefile(check_mount(store)):
         message = f"{path} is not the store's folder {store}"
         raise UsageError(message, what_to_do="in plain mode the mount is the store: name the same folder twice")
     if is_shared:
         check_may_share()
-    mount = AgentMount(resolved, is_shared=is_shared)
+    mount = AgentMount(store_folder, is_shared=is_shared)
     return Agent(
         mount,
-        EmbeddedServer(resolved, mount),
-        file_access=lambda descriptor, _user: DescriptorAccess(descriptor, resolved),
+        EmbeddedServer(store_folder, mount),
+        file_access=lambda descriptor, _user: DescriptorAccess(descriptor, store_folder),
         spin_us=spin_us,
         server_timeout_ms=server_timeout_ms,
         placement=placement,
@@ -237,9 +237,9 @@ def _set_local_store(loop: AgentLoop, store: LocalStore) -> None:
     """Pass the checksums of the store to the loop. The storage server has created their folder."""
     with (
         PrivateFolder.below(store.path / PRIVATE_FOLDER) as private_folder,
-        private_folder.folder("sums") as sums,
+        private_folder.folder("sums") as sums_folder,
     ):
-        loop.set_local_store(sums.fd, store.generation)
+        loop.set_local_store(sums_folder.fd, store.generation)
 
 
 def check_may_share() -> None:
@@ -274,7 +274,7 @@ def serve_until_signalled(
     `export` is called with the function that returns the counters. Its context is open while the agent runs.
     """
     signals = {signal.SIGTERM, signal.SIGINT}
-    _print(
+    _print_line(
         {"ready": True, "mount": str(agent.mount.path), "pid": os.getpid()},
         f"ready: {agent.mount.path}",
         as_json=as_json,
@@ -286,7 +286,7 @@ def serve_until_signalled(
     finally:
         agent.close()
     counters = ", ".join(f"{name} {count}" for name, count in statistics.items())
-    _print({"ended": True, "statistics": statistics}, f"ended: {counters}", as_json=as_json)
+    _print_line({"ended": True, "statistics": statistics}, f"ended: {counters}", as_json=as_json)
 
 
 def block_signals() -> None:
@@ -300,9 +300,9 @@ def block_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
-def _print(data: dict[str, object], text: str, *, as_json: bool) -> None:
+def _print_line(json_fields: dict[str, object], text: str, *, as_json: bool) -> None:
     try:
-        print(json.dumps(data) if as_json else text, flush=True)  # noqa: T201 - the output of the command.
+        print(json.dumps(json_fields) if as_json else text, flush=True)  # noqa: T201 - the output of the command.
     except OSError as error:
         if error.errno != errno.EPIPE:
             raise

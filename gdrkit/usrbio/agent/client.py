@@ -87,7 +87,7 @@ class Client:
         self._lock = threading.Lock()
         self._publications: dict[str, Publication] = {}
         self._borrowed: dict[str, Borrowers] = {}
-        self._kept = KeptRegistrations()
+        self._kept_registrations = KeptRegistrations()
         self._files: dict[int, RegisteredFile] = {}
         self._is_closed = False
 
@@ -120,7 +120,7 @@ class Client:
                         descriptors=used_descriptors,
                         nics=self._context.nics,
                         quota=self._context.quota,
-                        kept=self._kept,
+                        kept_registrations=self._kept_registrations,
                         loop=self._context.loop,
                         links=self._context.links,
                         drain=self._context.drain,
@@ -160,7 +160,7 @@ class Client:
         with self._lock:
             if name not in self._publications:
                 raise AgentError(errno.ENOENT, f"{name} is not published by this client")
-            return self._remove_publication(name, kept=self._kept if keep else None)
+            return self._remove_publication(name, kept_registrations=self._kept_registrations if keep else None)
 
     def drop_kept(self, descriptor: int) -> None:
         """End the kept registration of a dma-buf or a file of /dev/shm. The caller still owns the descriptor.
@@ -171,13 +171,13 @@ class Client:
             ENOENT: the agent keeps no registration of this memory. Else the memory could not be deregistered.
         """
         try:
-            self._kept.drop(descriptor)
+            self._kept_registrations.drop(descriptor)
         except (GdrkitError, OSError) as error:
             raise as_agent_error(error) from error
 
     def drop_kept_host_memory(self) -> None:
         """End the kept registrations of host memory, because its user needs the memory for another publication."""
-        self._kept.drop_host_memory()
+        self._kept_registrations.drop_host_memory()
 
     def borrow(self, name: str, target: str) -> None:
         """Allow the client's rings to name an iov that another client of the same user published.
@@ -282,14 +282,14 @@ class Client:
             if not access.writable:
                 raise AgentError(errno.EBADF, "the descriptor is not open for writing")
 
-            def punch(session: AgentSession) -> None:
+            def punch_at_server(session: AgentSession) -> None:
                 handle = open_at_server(access, session)
                 try:
                     session.call(messages.PunchHole(handle=handle, ranges=tuple(ranges)), messages.Done)
                 finally:
                     session.call(messages.Close(handle=handle), messages.Done)
 
-            self._context.server.with_session(punch)
+            self._context.server.with_session(punch_at_server)
         finally:
             access.close()
 
@@ -317,7 +317,7 @@ class Client:
             attempts = itertools.count(1)
             user = self.process.user
 
-            def link(session: AgentSession) -> None:
+            def link_at_server(session: AgentSession) -> None:
                 is_retry = next(attempts) > 1
                 try:
                     request = messages.HardLink(path=path, new_path=new_path)
@@ -333,7 +333,7 @@ class Client:
                     session.call(messages.Unlink(path=new_path), messages.Done, user=user)
                     raise AgentError(errno.ESTALE, "the file was renamed meanwhile")
 
-            self._context.server.with_session(link)
+            self._context.server.with_session(link_at_server)
         except OSError as error:
             raise as_agent_error(error) from error
         finally:
@@ -381,17 +381,21 @@ class Client:
     def close(self) -> None:
         """Release all objects of the client: first the rings, then iovs, then files. After an error, close again."""
         with self._lock:
-            if self._is_closed and not (self._publications or self._files or self._borrowed or len(self._kept)):
+            if self._is_closed and not (
+                self._publications or self._files or self._borrowed or len(self._kept_registrations)
+            ):
                 return
             self._is_closed = True
             removals = ReleaseStack()  # The removals run in the reverse order: rings, iovs, files, kept memory.
-            removals.push(self._kept.close)
+            removals.push(self._kept_registrations.close)
             for inode in tuple(self._files):
                 removals.push(lambda inode=inode: self._remove_file(inode))  # type: ignore[misc]
             for borrowed in tuple(self._borrowed):
                 removals.push(lambda name=borrowed: self._return_all_borrows(name))  # type: ignore[misc]
-            rings_last = sorted(self._publications, key=lambda name: self._publications[name].name.ring is not None)
-            for name in rings_last:
+            names_rings_last = sorted(
+                self._publications, key=lambda name: self._publications[name].name.ring is not None
+            )
+            for name in names_rings_last:
                 removals.push(lambda name=name: self._end_publication(name))  # type: ignore[misc]
             removals.run()
 
@@ -446,8 +450,8 @@ class Client:
             file.close()
             raise as_agent_error(error) from error
 
-    def _remove_publication(self, name: str, *, kept: KeptRegistrations | None = None) -> bool:
-        is_kept = self._publications[name].close(remove_shared=False, kept=kept)
+    def _remove_publication(self, name: str, *, kept_registrations: KeptRegistrations | None = None) -> bool:
+        is_kept = self._publications[name].close(remove_shared=False, kept_registrations=kept_registrations)
         self._forget_publication(name)
         return is_kept
 
@@ -480,8 +484,8 @@ class Client:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         if not path.is_relative_to(self._context.root):
             raise AgentError(errno.EXDEV, f"{path} is not in the store")
-        relative = str(path.relative_to(self._context.root))
-        return "" if relative == "." else relative
+        relative_path = str(path.relative_to(self._context.root))
+        return "" if relative_path == "." else relative_path
 
     def _check_open(self) -> None:
         if self._is_closed:

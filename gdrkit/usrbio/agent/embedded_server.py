@@ -1,4 +1,4 @@
-"""The storage server of an agent as a process.
+"""The program that an agent starts as its storage server.
 
 The command is ``python -m gdrkit.usrbio.agent.embedded_server STORE SOCKET GENERATION``. GENERATION is the descriptor
 of memory that the agent shares with the store; see :class:`~gdrkit.storage.store.FileStore`.
@@ -22,7 +22,8 @@ __all__ = ["main"]
 
 def main(store: str, socket: str, generation: str) -> int:
     """Serve until the other end of standard input is closed, and return the exit code."""
-    # The signals are blocked before the thread starts. So sigwait() in serve() receives the SIGTERM that it sends.
+    # The signals are blocked before the thread starts. So sigwait() in serve() receives the SIGTERM that the thread
+    # sends.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()
     return serve(Path(store), listen=f"unix:{socket}", nic_names=(), chunk_bytes=None, sums_generation=int(generation))

@@ -4,8 +4,8 @@ A client proves its access to a file by a descriptor of the file. If the storage
 sends the descriptor to the server. To a remote server the agent sends the path. The file that the server opens must
 have the same inode as the descriptor.
 
-A FUSE mount answers fstat(2) by the path, so there a descriptor proves nothing: for a shared agent, the server opens
-the path with the rights of the user of the client.
+In a FUSE mount, fstat(2) only needs the path, so a descriptor proves no access. For a shared agent, the server
+therefore opens the path with the rights of the client's user.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DescriptorAccess:
     def __init__(self, descriptor: int, store: Path) -> None:
         self.descriptor = descriptor
         try:
-            status, access_mode = _regular_file(descriptor)
+            status, access_mode = _check_regular_file(descriptor)
             if status.st_dev != store.stat().st_dev:
                 _refuse(errno.EXDEV, f"the file is not in the store {store}")
         except BaseException:
@@ -61,8 +61,8 @@ class DescriptorAccess:
 
     def open(self, session: AgentSession) -> messages.OpenReply:
         """Send the descriptor to the server. The server checks whether the file is inside the store."""
-        adopt = messages.Adopt(read=self.readable, write=self.writable)
-        return session.call(adopt, messages.OpenReply, descriptors=(self.descriptor,))
+        request = messages.Adopt(read=self.readable, write=self.writable)
+        return session.call(request, messages.OpenReply, descriptors=(self.descriptor,))
 
     def open_local(self, _store: Path, _session: AgentSession, _handle: int) -> int:
         """Open the file again for reading, without the flags of the client such as O_DIRECT. Return the descriptor."""
@@ -96,8 +96,9 @@ class PathAccess:
     def open_local(self, store: Path, session: AgentSession, handle: int) -> int:
         """Open the file of `handle` in the store for reading, and return the descriptor.
 
-        The server has opened the file with the rights of the user. It keeps the file open, so no other file of this
-        device can have the inode number. The reply to the last request shows that the file was open meanwhile.
+        The server has opened the file with the rights of the user. As long as the server keeps the file open, no other
+        file of this device can have its inode number. The server's reply to the request Stat shows that the file is
+        still open.
 
         Raises
         ------
@@ -105,22 +106,22 @@ class PathAccess:
             ESTALE: the path now belongs to another file. Other errors have the errno of the server's reply.
         OSError
             The file cannot be opened. ELOOP, EXDEV: another user has replaced a folder of the path by a symbolic link
-            or a mount. An open that followed it could wait for a process of this user.
+            or a mount. An open that followed the link or mount could block until a process of that user answers.
         """
         store_fd = os.open(store, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            found = engine.open_beneath(store_fd, os.fsencode(self.path), os.O_PATH)
+            path_fd = engine.open_beneath(store_fd, os.fsencode(self.path), os.O_PATH)
         finally:
             os.close(store_fd)
         try:
-            status = os.fstat(found)
+            status = os.fstat(path_fd)
             reply = session.call(messages.Stat(handle=handle), messages.FileStat)
-            is_same = (status.st_dev, status.st_ino) == (store.stat().st_dev, reply.inode)
-            if not is_same or not stat.S_ISREG(status.st_mode):
+            is_same_file = (status.st_dev, status.st_ino) == (store.stat().st_dev, reply.inode)
+            if not is_same_file or not stat.S_ISREG(status.st_mode):
                 _refuse(errno.ESTALE, "the path now belongs to another file")
-            return _open_for_local_reads(found)
+            return _open_for_local_reads(path_fd)
         finally:
-            os.close(found)
+            os.close(path_fd)
 
     def close(self) -> None:
         """Do nothing: the access has no descriptor."""
@@ -136,7 +137,7 @@ class PathAccess:
             below `mount`.
         """
         try:
-            status, access_mode = _regular_file(descriptor)
+            status, access_mode = _check_regular_file(descriptor)
             path = Path(f"/proc/self/fd/{descriptor}").readlink()
             # The path alone proves nothing: a user can mount an own file system on this path in a mount namespace.
             if not path.is_relative_to(mount) or status.st_dev != mount.stat().st_dev:
@@ -205,7 +206,7 @@ class RegisteredFile:
         return self._registration_count <= 0
 
     def reopen(self, session: AgentSession) -> None:
-        """Open the file at a new session with every access. An access that the server refuses is lost.
+        """Open the file at a new session with every access. An access that the server refuses is closed.
 
         A later session could find the inode of a deleted file in another file, so a refused access is not tried again.
         """
@@ -258,7 +259,7 @@ class RegisteredFile:
             _close_access(access, handle, session)
 
 
-def _regular_file(descriptor: int) -> tuple[os.stat_result, int]:
+def _check_regular_file(descriptor: int) -> tuple[os.stat_result, int]:
     """Return the status and the access mode (O_RDONLY, O_WRONLY or O_RDWR) of the descriptor of a regular file."""
     status = os.fstat(descriptor)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -270,8 +271,8 @@ def _regular_file(descriptor: int) -> tuple[os.stat_result, int]:
 def _open_for_local_reads(descriptor: int) -> int:
     """Open the file of a descriptor again for reading, and return the new descriptor.
 
-    O_NOATIME avoids that a read waits for the disk to store the time of the access. Only root and the owner of the file
-    may use it.
+    With O_NOATIME, a read does not wait for the disk to store the time of the access. Only root and the owner of the
+    file may use this flag.
     """
     path, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.mount import LinkFolder
     from gdrkit.usrbio.agent.shared_memory import SharedFile
 
-__all__ = ["KEPT_MAX", "HostPages", "KeptRegistrations", "MemoryKey", "host_key", "memory_key"]
+__all__ = ["KEPT_MAX", "HostPages", "KeptRegistrations", "MemoryKey", "make_host_key", "make_memory_key"]
 
 # Largest number of registrations that the agent keeps for one client.
 KEPT_MAX: Final = 1024
@@ -44,7 +44,7 @@ class MemoryKey(NamedTuple):
     ipc_handle: bytes | None
 
 
-def memory_key(target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> MemoryKey | None:
+def make_memory_key(target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> MemoryKey | None:
     """Return the identity of published memory, or None if the publication has no dma-buf.
 
     Raises
@@ -56,15 +56,15 @@ def memory_key(target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) 
     """
     if not handle or len(descriptors) != 1:
         return None
-    parsed = ShareHandle.parse(handle)
-    if parsed.kind is not ShareKind.DMABUF:
+    share_handle = ShareHandle.parse(handle)
+    if share_handle.kind is not ShareKind.DMABUF:
         return None
     status = os.fstat(descriptors[0])
     return MemoryKey(
         status.st_dev,
         status.st_ino,
-        parsed.offset_bytes,
-        parsed.length_bytes,
+        share_handle.offset_bytes,
+        share_handle.length_bytes,
         target.device_index,
         target.allocation_bytes,
         target.offset_bytes,
@@ -72,7 +72,7 @@ def memory_key(target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) 
     )
 
 
-def host_key(shared: SharedFile) -> MemoryKey:
+def make_host_key(shared: SharedFile) -> MemoryKey:
     """Return the identity of shared memory."""
     return MemoryKey(*shared.identity, 0, shared.length_bytes, -1, 0, 0, None)
 
@@ -100,7 +100,7 @@ class HostPages:
         self.on_close.push(shared.close)
 
     def replace_record(self, name: str) -> None:
-        """Remove the record of the last publication, because a publication with this name has a record now."""
+        """Remove the record of the last publication, because the new publication `name` has its own record now."""
         if self.record not in {None, name}:
             self._links.remove_record(self.record)
         self.record = None

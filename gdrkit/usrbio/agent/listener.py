@@ -68,7 +68,7 @@ class AgentListener:
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._users: dict[socket.socket, int] = {}
         self._is_closing = False
-        self._stopping = threading.Event()
+        self._stop_event = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             # A socket address has a length limit. A path through the descriptor of the folder is short.
@@ -94,7 +94,7 @@ class AgentListener:
         with self._lock:
             self._is_closing = True
             connections = dict(self._connections)
-        self._stopping.set()
+        self._stop_event.set()
         if self._socket.fileno() >= 0:
             self._socket.shutdown(socket.SHUT_RDWR)
             join_threads([self._thread], timeout_s=_END_TIMEOUT_S)
@@ -118,7 +118,7 @@ class AgentListener:
                     logged_errno = error.errno
                     _LOG.warning("accept on %s failed: %s; the agent tries again", self._mount.socket_path, error)
                 # Without this pause accept() would fail again at once, until a descriptor is free.
-                self._stopping.wait(_ACCEPT_PAUSE_S)
+                self._stop_event.wait(_ACCEPT_PAUSE_S)
                 continue
             logged_errno = None
             self._start_thread(connection)
@@ -126,7 +126,7 @@ class AgentListener:
     def _start_thread(self, connection: socket.socket) -> None:
         """Start the thread of a connection, or close the connection if there are too many."""
         thread = threading.Thread(target=self._serve, args=(connection,), name="agent-client", daemon=True)
-        _process_id, uid, _gid = _peer_credentials(connection)
+        _process_id, uid, _gid = _read_peer_credentials(connection)
         with self._lock:
             user_connections = sum(user == uid for user in self._users.values())
             is_accepted = (
@@ -144,7 +144,7 @@ class AgentListener:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            process = _peer_process(connection, is_shared=self._mount.is_shared)
+            process = _identify_peer(connection, is_shared=self._mount.is_shared)
             if self._mount.is_shared or process.uid == os.geteuid():
                 self._serve_client(connection, self._service.open_client(process))
             else:
@@ -169,7 +169,7 @@ class AgentListener:
 def _serve_request(connection: socket.socket, client: Client) -> bool:
     """Receive a request and send the reply. Return False if the connection ended, or the message was malformed."""
     try:
-        data, descriptors = _receive(connection)
+        data, descriptors = _receive_message(connection)
     except OSError as error:
         if error.errno in {errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE}:
             return False
@@ -189,7 +189,7 @@ def _serve_request(connection: socket.socket, client: Client) -> bool:
     try:
         reply = _execute(client, message, descriptors)
     except (GdrkitError, OSError) as error:
-        reply = _error_reply(message, as_agent_error(error))
+        reply = _make_error_reply(message, as_agent_error(error))
     try:
         connection.send(protocol.pack(reply), socket.MSG_NOSIGNAL)
     except OSError as error:
@@ -202,16 +202,16 @@ def _serve_request(connection: socket.socket, client: Client) -> bool:
 def _execute(client: Client, message: AgentMessage, descriptors: list[int]) -> AgentMessage:
     """Execute a request and return its reply. This function owns the descriptors."""
     handler = _HANDLERS[message.request]
-    remaining = list(descriptors)
+    unused_descriptors = list(descriptors)
     try:
-        payload = handler(client, message.payload, remaining)
+        payload = handler(client, message.payload, unused_descriptors)
     finally:
-        # A handler takes the descriptors that it uses out of the list.
-        _close_all(remaining)
+        # Each handler has removed the descriptors that it uses from this list.
+        _close_all(unused_descriptors)
     return AgentMessage(message.request, message.sequence, payload)
 
 
-def _error_reply(message: AgentMessage, error: AgentError) -> AgentMessage:
+def _make_error_reply(message: AgentMessage, error: AgentError) -> AgentMessage:
     text = str(error).encode()[:_ERROR_TEXT_BYTES_MAX].decode(errors="ignore").encode()
     return AgentMessage(message.request, message.sequence, text, status=error.errno)
 
@@ -301,20 +301,20 @@ _HANDLERS: dict[AgentRequest, Callable[[Client, bytes, list[int]], bytes]] = {
 
 def _take_all(descriptors: list[int]) -> list[int]:
     """Remove all descriptors from a list and return them. The caller owns them."""
-    taken_descriptors = list(descriptors)
+    all_descriptors = list(descriptors)
     descriptors.clear()
-    return taken_descriptors
+    return all_descriptors
 
 
-def _peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
+def _read_peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
     """Return the process id, the user and the group of the process that has connected."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process_id, uid, gid = _CREDENTIALS.unpack(credentials)
     return process_id, uid, gid
 
 
-def _peer_process(connection: socket.socket, *, is_shared: bool) -> PeerProcess:
-    process_id, uid, gid = _peer_credentials(connection)
+def _identify_peer(connection: socket.socket, *, is_shared: bool) -> PeerProcess:
+    process_id, uid, gid = _read_peer_credentials(connection)
     user = None
     if is_shared:
         groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX)
@@ -324,16 +324,16 @@ def _peer_process(connection: socket.socket, *, is_shared: bool) -> PeerProcess:
 
 def _refuse_other_user(connection: socket.socket, process: PeerProcess) -> None:
     """Reply to the first message of a process of another user with EACCES."""
-    data, descriptors = _receive(connection)
+    data, descriptors = _receive_message(connection)
     descriptor_count = len(descriptors)
     _close_all(descriptors)
     if data:
         message = protocol.parse(data, descriptor_count=descriptor_count)
         error = AgentError(errno.EACCES, f"this agent serves user {os.geteuid()}, not user {process.uid}")
-        connection.send(protocol.pack(_error_reply(message, error)), socket.MSG_NOSIGNAL)
+        connection.send(protocol.pack(_make_error_reply(message, error)), socket.MSG_NOSIGNAL)
 
 
-def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+def _receive_message(connection: socket.socket) -> tuple[bytes, list[int]]:
     return scm_rights.receive(
         connection, length_bytes=protocol.MESSAGE_BYTES_MAX, descriptors_max=protocol.DESCRIPTORS_MAX
     )

@@ -128,10 +128,10 @@ class PublishedDeviceMemory:
                 what_to_do="publish the memory with its dma-buf",
                 detail="the publication has no dma-buf",
             )
-        duplicate = self._dmabuf.dup()
+        dmabuf_copy = self._dmabuf.dup()
         if self.address:
-            duplicate.address = self.address
-        return duplicate
+            dmabuf_copy.address = self.address
+        return dmabuf_copy
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
         """Run `action` before the memory is unmapped, the last added first. Return a function that cancels `action`."""
@@ -266,7 +266,7 @@ class Nics:
         for nic in self.all:
             self._on_close.push(nic.close)
         # A session with the server has queue pairs for these NICs only.
-        self._connected = self.all[: messages.LANES_MAX]
+        self._connected_nics = self.all[: messages.LANES_MAX]
         if not self.all:
             message = "no NIC has an active port"
             raise UsageError(message, reason=Reason.NO_DEVICE)
@@ -280,7 +280,7 @@ class Nics:
             See :class:`~gdrkit.host.MappedFile` and :func:`~gdrkit.registration.register`.
         """
         memory = MappedFile(shared.fd, length_bytes=shared.length_bytes)
-        with _closed_after_error(memory):
+        with _close_after_error(memory):
             registered = RegisteredMemory(memory, register(memory, self.all), self.all, preferred_nics=())
             self._count_registration()
             return registered
@@ -310,9 +310,11 @@ class Nics:
         finally:
             if handle_message is not None:
                 handle_message.close()
-        with _closed_after_error(memory):
+        with _close_after_error(memory):
             try:
-                nics = self.all if memory.device is None else self._placement.usable(memory.device, self._connected)
+                nics = (
+                    self.all if memory.device is None else self._placement.usable(memory.device, self._connected_nics)
+                )
                 registration = register(memory, nics)
             except RegistrationFailed as error:
                 if memory.mapping_error is None:
@@ -344,14 +346,14 @@ class Nics:
         with contextlib.suppress(ApiError):
             for index in range(cuda.device_count()):
                 with contextlib.suppress(GdrkitError), cuda.Device(index) as device:
-                    self._placement.reach.measured(device, self._connected)
+                    self._placement.reach.measured(device, self._connected_nics)
 
     def _nearest_nics(self, memory: PublishedDeviceMemory, nics: Sequence[verbs.Nic]) -> tuple[int, ...]:
         """Return the indices of the NICs in `nics` that are nearest to the GPU of the memory."""
         if memory.device is None:
             return ()
-        nearest = self._placement.nearest(memory.device.pci_bus_id, nics)
-        return tuple(index for index, nic in enumerate(self.all) if nic in nearest)
+        nearest_nics = self._placement.nearest(memory.device.pci_bus_id, nics)
+        return tuple(index for index, nic in enumerate(self.all) if nic in nearest_nics)
 
     def __enter__(self) -> Self:
         return self
@@ -363,7 +365,7 @@ class Nics:
 
 
 @contextlib.contextmanager
-def _closed_after_error(memory: MappedFile | PublishedDeviceMemory) -> Iterator[None]:
+def _close_after_error(memory: MappedFile | PublishedDeviceMemory) -> Iterator[None]:
     """Close the memory if the block raises."""
     try:
         yield

@@ -54,7 +54,7 @@ _SEMAPHORE_PATH = re.compile(r"/dev/shm/sem\.(hf3fs-submit-ios\.[0-9a-f]{8}(?:-[
 
 
 class LinkFolder:
-    """The links of publications, and records of their owners, by which the next agent cleans up after a killed one.
+    """The links of publications, and records of their owners, by which an agent cleans up after a killed agent.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class LinkFolder:
 
     def has(self, name: str, target: str) -> bool:
         """Return whether a link exists and has this target."""
-        return self._target(name) == target
+        return self._read_target(name) == target
 
     def add(self, name: str, target: str, *, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
         """Create a link and its record. If the client has already created a link with this target, use that link.
@@ -91,7 +91,7 @@ class LinkFolder:
                 # The record is written before the memory gets its name: without a record, the next agent would not
                 # remove it.
                 shared.give_name()
-            self._link(name, target)
+            self._create_link(name, target)
         except AgentError:
             if shared is not None and shared.is_unnamed:
                 shared.remove()
@@ -100,7 +100,7 @@ class LinkFolder:
 
     def remove(self, name: str, target: str, *, has_record: bool = True) -> None:
         """Remove the link if it still has this target, and its record if `has_record`."""
-        if self._target(name) == target:
+        if self._read_target(name) == target:
             self._links.unlink(name)
         if has_record:
             self._records.unlink(name)
@@ -111,25 +111,25 @@ class LinkFolder:
 
     def clean(self) -> None:
         """Remove all links of a killed agent, its semaphores, and the memory of clients that have ended."""
-        for name in _names(self._links, is_wanted=os.DirEntry[str].is_symlink):
+        for name in _list_names(self._links, is_wanted=os.DirEntry[str].is_symlink):
             if name in _SEMAPHORE_LINKS:
                 _remove_semaphore(self._links, name)
             else:
                 self._links.unlink(name)
-        for name in _names(self._records):
-            if self._has_ended(name):
+        for name in _list_names(self._records):
+            if self._clean_up_after_owner(name):
                 self._records.unlink(name)
 
-    def _link(self, name: str, target: str) -> None:
+    def _create_link(self, name: str, target: str) -> None:
         try:
             os.symlink(target, name, dir_fd=self._links.fd)
         except FileExistsError as error:
-            if self._target(name) != target:
+            if self._read_target(name) != target:
                 raise AgentError(errno.EEXIST, f"{name} is already published with another target") from error
         except OSError as error:
             raise AgentError(error.errno or errno.EIO, f"symlink({name}) failed: {error.strerror}") from error
 
-    def _target(self, name: str) -> str | None:
+    def _read_target(self, name: str) -> str | None:
         with suppress(OSError):
             # A Path would merge the two slashes of gdr://.
             return os.readlink(name, dir_fd=self._links.fd)
@@ -150,7 +150,7 @@ class LinkFolder:
         }
         self._records.write_text(name, json.dumps(record))
 
-    def _has_ended(self, record_name: str) -> bool:
+    def _clean_up_after_owner(self, record_name: str) -> bool:
         """Return whether the owner in a record has ended, or the record is invalid. Remove an ended owner's memory."""
         try:
             record = json.loads(self._records.read_text(record_name))
@@ -235,7 +235,7 @@ class AgentMount:
         self._on_close.run()
 
     def _open(self) -> None:
-        """Open and lock the folder, remove what a killed agent left, and create the semaphores."""
+        """Open and lock the folder, remove the files of a killed agent, and create the semaphores."""
         try:
             # The folder is private because other users must not open the agent's socket, nor read the IPC handles in
             # the links to device memory.
@@ -313,14 +313,16 @@ def check_mount(path: Path) -> Path:
     UsageError
         `path` is not a folder.
     """
-    resolved = path.resolve()
-    if not resolved.is_dir():
+    folder = path.resolve()
+    if not folder.is_dir():
         message = f"{path} is not a folder"
         raise UsageError(message, what_to_do="create it, or pass the store's folder")
-    return resolved
+    return folder
 
 
-def _names(folder: PrivateFolder, *, is_wanted: Callable[[os.DirEntry[str]], bool] = lambda _entry: True) -> list[str]:
+def _list_names(
+    folder: PrivateFolder, *, is_wanted: Callable[[os.DirEntry[str]], bool] = lambda _entry: True
+) -> list[str]:
     with os.scandir(folder.fd) as entries:
         return [entry.name for entry in entries if is_wanted(entry)]
 

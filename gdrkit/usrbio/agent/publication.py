@@ -15,7 +15,7 @@ from gdrkit.errors import GdrkitError
 from gdrkit.handles import ReleaseStack
 from gdrkit.usrbio.agent.agent_error import AgentError, as_agent_error
 from gdrkit.usrbio.agent.borrowers import Borrowers
-from gdrkit.usrbio.agent.kept import HostPages, host_key, memory_key
+from gdrkit.usrbio.agent.kept import HostPages, make_host_key, make_memory_key
 from gdrkit.usrbio.agent.link_names import parse_device_target
 from gdrkit.usrbio.agent.shared_memory import adopt_unnamed, open_shared
 
@@ -70,7 +70,7 @@ class Publication:
         self.borrowers: Borrowers | None = None
         self._length_bytes = 0
         self._key: MemoryKey | None = None
-        self._kept: KeptRegistrations | None = None
+        self._kept_registrations: KeptRegistrations | None = None
         self._is_kept = False
         self._pages: HostPages | None = None
         self._on_close = ReleaseStack()
@@ -88,7 +88,7 @@ class Publication:
         descriptors: Sequence[int],
         nics: Nics,
         quota: MemoryQuota,
-        kept: KeptRegistrations,
+        kept_registrations: KeptRegistrations,
         loop: AgentLoop,
         links: LinkFolder,
         drain: Drain,
@@ -105,9 +105,9 @@ class Publication:
         publication = cls(name, target)
         try:
             if name.device_index is not None:
-                publication._register_device(nics, kept, handle, descriptors)
+                publication._register_device(nics, kept_registrations, handle, descriptors)
             else:
-                publication._open_shared(uid, descriptors, quota, kept, links)
+                publication._open_shared(uid, descriptors, quota, kept_registrations, links)
             if name.ring is not None:
                 publication._add_ring(client, loop, drain)
             else:
@@ -126,14 +126,14 @@ class Publication:
             raise
         return publication
 
-    def close(self, *, remove_shared: bool, kept: KeptRegistrations | None = None) -> bool:
+    def close(self, *, remove_shared: bool, kept_registrations: KeptRegistrations | None = None) -> bool:
         """Remove the publication. After an error, close again: the steps that succeeded are not repeated.
 
         Parameters
         ----------
         remove_shared : bool
             Whether to remove also the name of the shared memory in /dev/shm, because the client has ended.
-        kept : KeptRegistrations or None
+        kept_registrations : KeptRegistrations or None
             Keep the registration in this object, for the next publication of the same dma-buf or file. The registration
             is not kept if another client borrowed the memory, or published the same file: that client may still have
             the memory mapped, and must not see the contents of the next iov. The name of host memory that is not kept
@@ -142,20 +142,22 @@ class Publication:
         Returns
         -------
         is_kept
-            Whether `kept` has the registration.
+            Whether `kept_registrations` has the registration.
         """
         if remove_shared and self.shared is not None:
             self.shared.remove()
-        self._kept = kept
+        self._kept_registrations = kept_registrations
         self._on_close.run()
         return self._is_kept
 
-    def _register_device(self, nics: Nics, kept: KeptRegistrations, handle: bytes, descriptors: Sequence[int]) -> None:
+    def _register_device(
+        self, nics: Nics, kept_registrations: KeptRegistrations, handle: bytes, descriptors: Sequence[int]
+    ) -> None:
         try:
-            target = self._checked_target()
-            self._key = memory_key(target, handle, descriptors)
-            taken = None if self._key is None else kept.take(self._key)
-            self.registered = None if isinstance(taken, HostPages) else taken
+            target = self._parse_and_check_target()
+            self._key = make_memory_key(target, handle, descriptors)
+            kept_registration = None if self._key is None else kept_registrations.take(self._key)
+            self.registered = None if isinstance(kept_registration, HostPages) else kept_registration
         except BaseException:
             _close_all(descriptors)
             raise
@@ -166,7 +168,7 @@ class Publication:
         self._length_bytes = target.length_bytes
         self._on_close.push(self._release_device)
 
-    def _checked_target(self) -> DeviceTarget:
+    def _parse_and_check_target(self) -> DeviceTarget:
         target = parse_device_target(self.target)
         if target.device_index != self.name.device_index:
             message = f"the name says device {self.name.device_index}, and the target device {target.device_index}"
@@ -176,19 +178,26 @@ class Publication:
     def _release_device(self) -> None:
         """Keep the registration, or end it."""
         assert self.registered is not None  # noqa: S101 - set by _register_device().
-        if self._kept is not None and self._key is not None and self.borrowers is not None:
-            self._is_kept = not self.borrowers.was_borrowed and self._kept.keep(self._key, self.registered)
+        if self._kept_registrations is not None and self._key is not None and self.borrowers is not None:
+            self._is_kept = not self.borrowers.was_borrowed and self._kept_registrations.keep(
+                self._key, self.registered
+            )
         if not self._is_kept:
             self.registered.close()
 
     def _open_shared(
-        self, uid: int, descriptors: Sequence[int], quota: MemoryQuota, kept: KeptRegistrations, links: LinkFolder
+        self,
+        uid: int,
+        descriptors: Sequence[int],
+        quota: MemoryQuota,
+        kept_registrations: KeptRegistrations,
+        links: LinkFolder,
     ) -> None:
         if descriptors:
             shared = adopt_unnamed(self.target, descriptors[0], uid=uid)
         else:
             shared = open_shared(self.target, uid=uid)
-        pages = kept.take(host_key(shared)) if self.name.ring is None else None
+        pages = kept_registrations.take(make_host_key(shared)) if self.name.ring is None else None
         if isinstance(pages, HostPages):
             shared.close()
         else:
@@ -202,7 +211,7 @@ class Publication:
 
     def _remove_link(self, links: LinkFolder) -> None:
         """Remove the link, and its record unless the memory may be kept."""
-        may_keep = self._kept is not None and self._pages is not None and self.registered is not None
+        may_keep = self._kept_registrations is not None and self._pages is not None and self.registered is not None
         links.remove(self.name.text, self.target, has_record=not may_keep)
         if may_keep and self._pages is not None:
             self._pages.record = self.name.text
@@ -211,11 +220,11 @@ class Publication:
         """Keep host memory with its registration, or end both."""
         pages = self._pages
         assert pages is not None  # noqa: S101 - set by _open_shared().
-        if self._kept is not None and self.registered is not None and self.borrowers is not None:
+        if self._kept_registrations is not None and self.registered is not None and self.borrowers is not None:
             pages.registered = self.registered
             pages.shared.is_unnamed = False  # The next publication finds the name.
             may_be_mapped = self.borrowers.was_borrowed or pages.shared.is_published_elsewhere()
-            self._is_kept = not may_be_mapped and self._kept.keep(host_key(pages.shared), pages)
+            self._is_kept = not may_be_mapped and self._kept_registrations.keep(make_host_key(pages.shared), pages)
         if not self._is_kept:
             pages.close()
 

@@ -1,4 +1,4 @@
-"""The limits of what the clients of one user may use of an agent that serves several users.
+"""Limits on the host memory and the files of the clients of one user, for an agent that serves several users.
 
 The agent pins published host memory for all its NICs, and its session with the server has a limited number of files.
 """
@@ -47,7 +47,7 @@ class MemoryQuota:
         self._bytes_by_user: dict[int, int] = {}
 
     def charge(self, uid: int, length_bytes: int) -> Callable[[], None]:
-        """Count memory of a user in whole pages, and return the function that ends this.
+        """Add memory to the count of a user, in whole pages, and return the function that subtracts it again.
 
         The smallest publication costs a page, as in the kernel. So the limit also limits the number of publications.
 
@@ -75,9 +75,9 @@ class MemoryQuota:
 
     def _release(self, uid: int, length_bytes: int) -> None:
         with self._lock:
-            left_bytes = self._bytes_by_user[uid] - length_bytes
-            if left_bytes:
-                self._bytes_by_user[uid] = left_bytes
+            remaining_bytes = self._bytes_by_user[uid] - length_bytes
+            if remaining_bytes:
+                self._bytes_by_user[uid] = remaining_bytes
             else:
                 del self._bytes_by_user[uid]
 
@@ -96,7 +96,7 @@ class FileQuota:
         self._files_by_user: Counter[int] = Counter()
 
     def charge(self, uid: int) -> None:
-        """Count a file of a user.
+        """Add a file to the count of a user.
 
         Raises
         ------
@@ -109,7 +109,7 @@ class FileQuota:
         self._files_by_user[uid] += 1
 
     def release(self, uid: int) -> None:
-        """Count a file of a user no longer."""
+        """Subtract a file from the count of a user."""
         self._files_by_user[uid] -= 1
         if not self._files_by_user[uid]:
             del self._files_by_user[uid]

@@ -1,6 +1,6 @@
 """A thread that ends publications whose links were removed, as 3FS does.
 
-Programs for 3FS end the publication of their own memory by removing its link, without another word to the agent.
+Programs for 3FS end the publication of their own memory by removing its link, without a message to the agent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RemovedLinks:
-    """The watch of the folder of links, from now until :meth:`close`.
+    """A watch of the folder of links, which lasts until :meth:`close`.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class RemovedLinks:
 
     def __init__(self, links: LinkFolder, service: Service) -> None:
         self._service = service
-        self._watch = watch_removed_names(links.fd)
+        self._watch_fd = watch_removed_names(links.fd)
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="agent-links", daemon=True)
         self._thread.start()
@@ -55,20 +55,20 @@ class RemovedLinks:
         """
         os.write(self._wake_writer, b"x")
         join_threads([self._thread], timeout_s=_END_TIMEOUT_S)
-        for fd in (self._watch, self._wake_reader, self._wake_writer):
+        for fd in (self._watch_fd, self._wake_reader, self._wake_writer):
             os.close(fd)
 
     def _run(self) -> None:
         poller = select.poll()
-        for fd in (self._watch, self._wake_reader):
+        for fd in (self._watch_fd, self._wake_reader):
             poller.register(fd, select.POLLIN)
         while self._wake_reader not in {fd for fd, _ in poller.poll()}:
-            names = read_removed_names(self._watch)
+            names = read_removed_names(self._watch_fd)
             for client in tuple(self._service.clients.values()):
-                _end_removed(client, client.published_names() if names is None else names)
+                _end_removed_publications(client, client.published_names() if names is None else names)
 
 
-def _end_removed(client: Client, names: list[str]) -> None:
+def _end_removed_publications(client: Client, names: list[str]) -> None:
     """End the publications of a client with these names whose links are removed."""
     for name in names:
         try:

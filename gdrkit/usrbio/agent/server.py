@@ -144,21 +144,21 @@ class EmbeddedServer:
         if self._process is not None and not self._is_given_up and self._process.poll() is None:
             return
         self._kill()
-        lock = self._acquire_lock()
+        lock_fd = self._acquire_lock()
         try:
             self._socket_path.unlink(missing_ok=True)
             module = "gdrkit.usrbio.agent.embedded_server"
-            store = self.local_store = self.local_store or LocalStore(self._store, _create_generation())
+            store = self.local_store = self.local_store or LocalStore(self._store, _create_generation_memory())
             command = [sys.executable, "-m", module, str(store.path), str(self._socket_path), str(store.generation)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                pass_fds=(lock, store.generation),
+                pass_fds=(lock_fd, store.generation),
                 process_group=0,
             )
         finally:
-            os.close(lock)
+            os.close(lock_fd)
         assert self._process.stdout is not None  # noqa: S101 - it is a pipe.
         if not select.select([self._process.stdout], [], [], _START_TIMEOUT_S)[0]:
             self._kill()
@@ -226,15 +226,15 @@ class EmbeddedServer:
         """Kill the child and its process group, and wait for the end. Log a warning if it does not end."""
         process = self._process
         if process is not None:
-            if remaining := kill_child(process, timeout_s=_END_TIMEOUT_S):
-                _LOG.warning("the storage server does not end, its disk may hang: %s", remaining)
+            if remaining_text := kill_child(process, timeout_s=_END_TIMEOUT_S):
+                _LOG.warning("the storage server does not end, its disk may hang: %s", remaining_text)
             self._process, self._is_given_up = None, False
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
 
 
-def _create_generation() -> int:
+def _create_generation_memory() -> int:
     """Return the descriptor of a page of memory that no process can shrink."""
     descriptor = os.memfd_create("gdrkit-sums-generation", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, mmap.PAGESIZE)

@@ -77,7 +77,7 @@ class Service:
         """Remove a ring of a client, because the loop has found that the ring is broken."""
         client = self.clients.get(client_number)
         if client is not None:
-            # The removal may have to wait for the thread that calls this method, so another thread does it.
+            # The removal may have to wait for the thread that calls this method, so another thread removes the ring.
             threading.Thread(target=client.remove_ring, args=(ring_id,), name="agent-ring", daemon=True).start()
 
     def close(self) -> None:
@@ -99,6 +99,6 @@ class Service:
     def _close(self, client: Client) -> None:
         client.close()
         with self._lock:
-            removed = self.clients.pop(client.number, None)
-        if removed is not None:
+            removed_client = self.clients.pop(client.number, None)
+        if removed_client is not None:
             self._context.loop.remove_client(client.number)

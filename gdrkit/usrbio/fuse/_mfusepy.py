@@ -56,7 +56,7 @@ def missing_dependency() -> str | None:
     return None
 
 
-def _install_advice() -> str:
+def _make_install_advice() -> str:
     return f"{pip_install('fuse')}, and {system_install('fuse3')}"
 
 
@@ -102,10 +102,10 @@ def copy_out(address: int, data: bytes) -> None:
 def omit_result() -> None:
     """Return no result from the ioctl that this thread executes, so that its caller needs no argument.
 
-    The handler of the ioctl calls this last. A result that was copied is returned all the same if libfuse was linked so
-    that its functions cannot be replaced, or was loaded before gdrkit.
+    The handler of the ioctl calls this last. If libfuse was linked so that its functions cannot be replaced, or was
+    loaded before gdrkit, a result that was copied is returned nevertheless.
     """
-    _reply_library().gdrkit_fuse_omit_result()
+    _load_reply_library().gdrkit_fuse_omit_result()
 
 
 class FuseSession:
@@ -199,7 +199,7 @@ class _Callbacks:
                 setattr(self, name, _make_callback(method))
 
     def init_with_config(self, connection: Any, config: Any) -> None:
-        """Configure the mount: use the server's inodes, and cache nothing, because rings write without the kernel."""
+        """Configure the mount: use the server's inodes, and cache nothing, because rings bypass the kernel."""
         if connection is not None:
             connection.max_write = _WRITE_BYTES_MAX
         if config is not None:
@@ -271,7 +271,7 @@ def _read_file_handle(info: Any) -> int | None:
 
 
 @contextmanager
-def _find_default_library(name: str) -> Iterator[None]:
+def _use_default_library(name: str) -> Iterator[None]:
     previous_name = os.environ.get(_LIBRARY_NAME_VARIABLE)
     os.environ.setdefault(_LIBRARY_NAME_VARIABLE, name)
     try:
@@ -282,7 +282,7 @@ def _find_default_library(name: str) -> Iterator[None]:
 
 
 @cache
-def _reply_library() -> ctypes.CDLL:
+def _load_reply_library() -> ctypes.CDLL:
     """Return the library that replaces a function of libfuse. Call it before libfuse uses the function."""
     return ctypes.CDLL(str(_REPLY_LIBRARY), mode=ctypes.RTLD_GLOBAL)
 
@@ -292,22 +292,25 @@ _lock = threading.Lock()
 
 def _import_mfusepy() -> Any:
     """Return the module mfusepy. The first call opens libfuse3."""
-    with _lock, _find_default_library("fuse3"):
+    with _lock, _use_default_library("fuse3"):
         try:
-            reply_library = _reply_library()
+            reply_library = _load_reply_library()
             import mfusepy
 
             reply = mfusepy._libfuse.fuse_reply_ioctl  # noqa: SLF001 - mfusepy has no public name for the library.
             reply_library.gdrkit_fuse_set_reply(ctypes.cast(reply, ctypes.c_void_p))
         except ModuleNotFoundError as error:
             raise setup_missing(
-                operation="import mfusepy", text=str(error), what_to_do=_install_advice(), default_errno=errno.ENOENT
+                operation="import mfusepy",
+                text=str(error),
+                what_to_do=_make_install_advice(),
+                default_errno=errno.ENOENT,
             ) from error
         except (OSError, AttributeError) as error:
             raise setup_missing(
                 operation="dlopen libfuse3.so.3",
                 text=str(error),
-                what_to_do=_install_advice(),
+                what_to_do=_make_install_advice(),
                 default_errno=errno.ENOENT,
             ) from error
     if mfusepy.fuse_version_major != _LIBFUSE_MAJOR:
@@ -317,6 +320,6 @@ def _import_mfusepy() -> Any:
             status=None,
             status_name=f"libfuse {mfusepy.fuse_version_major}",
             reason=Reason.LIBRARY_WRONG_ABI,
-            what_to_do=_install_advice(),
+            what_to_do=_make_install_advice(),
         )
     return mfusepy

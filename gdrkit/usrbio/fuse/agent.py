@@ -82,10 +82,10 @@ class FuseAgent:
                 _require_impersonation(store)
             links = LinkClients(self._agent.service)
             self._on_close.push(links.close)
-            fuse = FuseMount(
+            fuse_mount = FuseMount(
                 path, store=store, links=links, agent_folder=mount.virtual_folder, is_shared=mount.is_shared
             )
-            self._on_close.push(fuse.close)
+            self._on_close.push(fuse_mount.close)
         except BaseException as error:
             self._on_close.run_after(error)
             raise
@@ -147,8 +147,8 @@ def fuse_agent(
         The mount or the agent failed; see :class:`FuseMount` and :class:`~gdrkit.usrbio.agent.agent.Agent`.
     """
     if (store is None) == (server is None):
-        given = "neither" if store is None else "both"
-        message = f"an agent needs either a store or a server, not {given}: store {store}, server {server}"
+        given_sources = "neither" if store is None else "both"
+        message = f"an agent needs either a store or a server, not {given_sources}: store {store}, server {server}"
         raise UsageError(message, what_to_do="name the folder of a store, or HOST:PORT of a running storage server")
     if is_shared:
         check_may_share()
@@ -171,14 +171,14 @@ def fuse_agent(
     except BaseException:
         mount.close()
         raise
-    files = StoreFiles(
+    store_files = StoreFiles(
         lambda: StorageClient(address, token=token), user_of_request=_find_requesting_user if is_shared else None
     )
     return FuseAgent(
         resolved_path,
         endpoint,
         mount,
-        store=files,
+        store=store_files,
         spin_us=spin_us,
         server_timeout_ms=server_timeout_ms,
         user_memory_quota_bytes=user_memory_quota_bytes,
@@ -194,8 +194,8 @@ def private_folder(mount: Path, *, is_shared: bool = False) -> Path:
     if is_shared:
         user_folder = Path("/run/gdrkit-shared")
     else:
-        base = os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.geteuid() == 0 else "/tmp")  # noqa: S108 - checked below.
-        user_folder = Path(base) / f"gdrkit-{os.geteuid()}"
+        base_folder = os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.geteuid() == 0 else "/tmp")  # noqa: S108 - checked below.
+        user_folder = Path(base_folder) / f"gdrkit-{os.geteuid()}"
     mount_folder = user_folder / hashlib.sha256(os.fsencode(mount)).hexdigest()[:16]
     for path in (user_folder, mount_folder):
         with PrivateFolder.below(path) as folder:

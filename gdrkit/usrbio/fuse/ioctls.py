@@ -33,7 +33,7 @@ class MountOperations(Operations):
             copy_out(data, bytes(4))
             omit_result()
         elif request == virtual.RECURSIVE_RM:
-            self._remove_tree(self._open_folder(fh)[0])
+            self._remove_tree(self._get_open_folder(fh)[0])
             copy_out(data, bytes(4))
             omit_result()
         elif request == virtual.HARDLINK:
@@ -99,7 +99,7 @@ class MountOperations(Operations):
 
     def _find_open_folder(self, fh: int, inode: int) -> str:
         """Return the path of the open folder. Raise EINVAL if the argument names another folder."""
-        path, open_inode = self._open_folder(fh)
+        path, open_inode = self._get_open_folder(fh)
         if inode != open_inode:
             raise _make_error(errno.EINVAL)
         return path

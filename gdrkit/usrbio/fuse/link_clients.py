@@ -119,7 +119,7 @@ class LinkClients:
                 _register(client, access)
 
     def remove_file(self, fh: int) -> None:
-        """Undo :meth:`add_file`. Rings cannot use the file any more if it is not open a second time."""
+        """Undo :meth:`add_file`. Rings can then use the file only if it is open a second time."""
         with self._files_lock:
             if fh in self._open_files:
                 access, uid = self._open_files.pop(fh)
@@ -175,10 +175,10 @@ class LinkClients:
             poller = select.poll()
             for fd in (self._wake_reader, *key_by_pidfd):
                 poller.register(fd, select.POLLIN)
-            readable = [fd for fd, _ in poller.poll()]
-            if self._wake_reader in readable and _STOP in os.read(self._wake_reader, 4096):
+            readable_fds = [fd for fd, _ in poller.poll()]
+            if self._wake_reader in readable_fds and _STOP in os.read(self._wake_reader, 4096):
                 return
-            for pidfd in readable:
+            for pidfd in readable_fds:
                 if pidfd != self._wake_reader:
                     with self._lock:
                         client, _ = self._clients.pop(key_by_pidfd[pidfd])

@@ -103,7 +103,7 @@ class FuseMount:
                 detail=detail,
             )
         unmount_stale(mount)
-        self.path = _empty_folder(mount)
+        self.path = _check_empty_folder(mount)
         folder = VirtualFolder(agent_folder, links, store, mount=str(self.path), is_shared=is_shared)
         self._operations = MountOperations(store, folder, links, mount=str(self.path))
         self._session: FuseSession | None = FuseSession(
@@ -218,7 +218,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         )
 
 
-def _empty_folder(mount: Path) -> Path:
+def _check_empty_folder(mount: Path) -> Path:
     path = mount.resolve()
     if not path.is_dir():
         message = f"{mount} is not a folder"

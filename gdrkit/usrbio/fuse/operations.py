@@ -178,9 +178,12 @@ class Operations:
         self._check_in_store(path, new_path)
         if flags & ~(_RENAME_NOREPLACE | _RENAME_EXCHANGE):
             raise _make_error(errno.EINVAL)
-        exclusive, exchange = bool(flags & _RENAME_NOREPLACE), bool(flags & _RENAME_EXCHANGE)
+        is_exclusive, is_exchange = bool(flags & _RENAME_NOREPLACE), bool(flags & _RENAME_EXCHANGE)
         request = messages.Rename(
-            path=_make_relative(path), new_path=_make_relative(new_path), exclusive=exclusive, exchange=exchange
+            path=_make_relative(path),
+            new_path=_make_relative(new_path),
+            exclusive=is_exclusive,
+            exchange=is_exchange,
         )
         self._store.request(request, messages.Done)
 
@@ -275,8 +278,8 @@ class Operations:
     def close(self) -> None:
         """Close all files that are still open. The caller has unmounted before."""
         with self._lock:
-            numbers = list(self._open_files)
-        for fh in numbers:
+            open_numbers = list(self._open_files)
+        for fh in open_numbers:
             self.release(None, fh)
 
     # ------------------------------------------------------------------------------------------------------ helpers
@@ -290,7 +293,7 @@ class Operations:
         return file
 
     def _find_current_path(self, path: str | None, fh: int | None) -> str:
-        """Return `path` if it is set, else the path of an open file. Raise ENOENT if the file no longer has it."""
+        """Return `path` if it is set, else the path of an open file. Raise ENOENT if that path is outdated."""
         if path is not None:
             self._check_in_store(path)
             return path
@@ -300,14 +303,14 @@ class Operations:
         return file.path
 
     def _find_known_folder(self, inode: int) -> str:
-        """Return the path of a folder. Raise ENOENT if the kernel has not looked it up, or if it was renamed."""
+        """Return the path of a folder. Raise ENOENT if the kernel has not looked it up, or if the path is outdated."""
         with self._lock:
             path = self._folder_paths.get(inode)
         if path is None or self.getattr(path)["st_ino"] != inode:
             raise _make_error(errno.ENOENT)
         return path
 
-    def _open_folder(self, fh: int) -> tuple[str, int]:
+    def _get_open_folder(self, fh: int) -> tuple[str, int]:
         """Return the path and the inode of an open folder.
 
         Raise ENOTDIR if no folder has this number, and ENOENT if the folder no longer has the path of its opening.

@@ -43,7 +43,7 @@ class StoreFiles:
         Returns a new client of the storage server.
     user_of_request : callable or None
         Returns the user for whom this thread sends a request. The server uses paths with the rights of this user. With
-        None, the server uses them with its own rights.
+        None, the server uses the paths with its own rights.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class StoreFiles:
         self._connect = connect
         # The function returns the user for whom this thread sends a request, or None if the server has one user.
         self.user_of_request: Callable[[], messages.SetUser | None] = user_of_request or (lambda: None)
-        # The user of the session, which the server knows.
+        # The user that was last sent to the server in this session.
         self._user: messages.SetUser | None = None
         # One request at a time uses the client's connection and the buffer.
         self._lock = threading.Lock()
         self._handles = itertools.count(1)
         self._files: dict[int, StorageFile] = {}
-        self._data = bytearray(_BUFFER_BYTES)
+        self._buffer_memory = bytearray(_BUFFER_BYTES)
         self._client: StorageClient | None = None
         self._buffer: IOBuffer | None = None
 
@@ -101,7 +101,7 @@ class StoreFiles:
             chunk_bytes = min(length_bytes, _BUFFER_BYTES)
             with self._lock:
                 read_bytes = self._transfer(handle, chunk_bytes, offset_bytes, is_read=True)
-                chunks.append(bytes(memoryview(self._data)[:read_bytes]))
+                chunks.append(bytes(memoryview(self._buffer_memory)[:read_bytes]))
             if read_bytes < chunk_bytes:
                 break
             offset_bytes += read_bytes
@@ -113,7 +113,7 @@ class StoreFiles:
         for begin in range(0, len(data), _BUFFER_BYTES):
             chunk = data[begin : begin + _BUFFER_BYTES]
             with self._lock:
-                self._data[: len(chunk)] = chunk
+                self._buffer_memory[: len(chunk)] = chunk
                 self._transfer(handle, len(chunk), offset_bytes + begin, is_read=False)
         return len(data)
 
@@ -159,13 +159,13 @@ class StoreFiles:
     def _transfer(self, handle: int, length_bytes: int, offset_bytes: int, *, is_read: bool) -> int:
         file = self._find_file(handle)
 
-        def transfer(_client: StorageClient) -> int:
+        def transfer_chunk(_client: StorageClient) -> int:
             assert self._buffer is not None  # noqa: S101 - it is registered when the session begins.
             buffer = self._buffer.subrange(offset_bytes=0, length_bytes=length_bytes)
-            transfer_file = file.read if is_read else file.write
-            return transfer_file(buffer, offset_bytes=offset_bytes).length_bytes
+            read_or_write = file.read if is_read else file.write
+            return read_or_write(buffer, offset_bytes=offset_bytes).length_bytes
 
-        return self._call_with_client(transfer)
+        return self._call_with_client(transfer_chunk)
 
     def _find_file(self, handle: int) -> StorageFile:
         """Return the open file of a handle."""
@@ -179,7 +179,7 @@ class StoreFiles:
         """Call `action` with the client, which connects if necessary. End the session if the server is gone."""
         if self._client is None:
             self._client = self._connect()
-            self._buffer = self._client.register(self._data)
+            self._buffer = self._client.register(self._buffer_memory)
         try:
             return action(self._client)
         except ApiError as error:

@@ -52,7 +52,7 @@ class VirtualFolder:
     mount : str
         Path of the mount. ``rm-rf`` needs absolute paths below it.
     is_shared : bool
-        Whether other users use the mount. A user sees only the own links in ``iovs``, and root sees all.
+        Whether other users use the mount. In ``iovs``, a user sees only the user's own links, and root sees all links.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class VirtualFolder:
     def attributes(self, path: str) -> dict[str, int]:
         """Return the attributes of a path, as stat(2) does."""
         if path in _FOLDER_MODES:
-            sticky = stat.S_ISVTX if self._is_shared and path == _IOVS else 0
-            return _make_attributes(path, stat.S_IFDIR | _FOLDER_MODES[path] | sticky, 0)
+            sticky_bit = stat.S_ISVTX if self._is_shared and path == _IOVS else 0
+            return _make_attributes(path, stat.S_IFDIR | _FOLDER_MODES[path] | sticky_bit, 0)
         attributes = _make_attributes(path, stat.S_IFLNK | 0o777, len(os.fsencode(self.readlink(path))))
         folder, name = os.path.split(path)
         owner = self._links.owner(name) if self._is_shared and folder == _IOVS else None
@@ -115,15 +115,15 @@ class VirtualFolder:
         """Publish an iov in ``iovs``, or remove a file or folder by ``rm-rf``."""
         folder, name = os.path.split(path)
         if folder == _IOVS:
-            process = caller()
+            sender = caller()
             user = self._store.user_of_request()
-            self._links.publish(name, target, uid=process.uid, user=user, thread_id=process.thread_id)
+            self._links.publish(name, target, uid=sender.uid, user=user, thread_id=sender.thread_id)
         elif folder == _RM_RF:
             self._remove_all(target)
             with self._lock:
                 self._rm_rf_targets[path] = target
         else:
-            # A link in set-conf would set a configuration key, and this agent has none.
+            # A link in set-conf would set a configuration key, and this agent has no keys.
             raise _make_error(errno.EINVAL if folder == _SET_CONF else errno.EPERM)
 
     def unlink(self, path: str) -> None:
@@ -134,7 +134,7 @@ class VirtualFolder:
         self._links.unpublish(name, uid=caller().uid)
 
     def _is_visible(self, name: str) -> bool:
-        """Return whether the user of this request may see a link in ``iovs``: the user's own, or a semaphore."""
+        """Return whether the requesting user may see a link in ``iovs``: an own link, or a link to a semaphore."""
         if not self._is_shared or name.partition(".")[0] == _SEMAPHORE_LINK_STEM:
             return True
         return caller().uid in {0, self._links.owner(name)}
