@@ -1,4 +1,4 @@
-"""Loaders of model files, with which `gdrkit.safetensors` is compared. Each has its fastest documented settings.
+"""Loaders of model files, with which `gdrkit.safetensors` is compared. Each loader has its fastest documented settings.
 
 A loader is a function that loads the files into GPU memory and returns the tensors of torch by their names.
 """

@@ -135,23 +135,25 @@ def measure_in_turn(
         Maximum number of attempts.
     """
     attempts = []
-    for attempt in range(attempts_count):
-        series = {name: Series(name) for name in transfers}
+    for attempt_index in range(attempts_count):
+        series_by_name = {name: Series(name) for name in transfers}
         for round_index in range(rounds_count):
             names = list(transfers) if round_index % 2 == 0 else list(transfers)[::-1]
             for name in names:
                 if prepare is not None:
                     prepare()
-                series[name].times.append(measure(transfers[name], length_bytes))
-        for transfer_series in series.values():
+                series_by_name[name].times.append(measure(transfers[name], length_bytes))
+        for transfer_series in series_by_name.values():
             log_progress(f"  {transfer_series}")
-        attempts.append(series)
-        spread = max(transfer_series.spread for transfer_series in series.values())
+        attempts.append(series_by_name)
+        spread = max(transfer_series.spread for transfer_series in series_by_name.values())
         if spread <= spread_max or rounds_count == 1:
             break
-        if attempt + 1 < attempts_count:
+        if attempt_index + 1 < attempts_count:
             log_progress(f"  spread {spread:.1%}: another attempt")
-    return min(attempts, key=lambda series: max(transfer_series.spread for transfer_series in series.values()))
+    return min(
+        attempts, key=lambda series_by_name: max(transfer_series.spread for transfer_series in series_by_name.values())
+    )
 
 
 def find_fastest(
@@ -165,7 +167,7 @@ def find_fastest(
 
     A candidate with less than half of the highest rate so far is not repeated.
     """
-    fastest, highest_rate = "", 0.0
+    fastest_name, highest_rate = "", 0.0
     for name, transfer in candidates.items():
         rate = 0.0
         for _ in range(repeats):
@@ -176,8 +178,8 @@ def find_fastest(
                 break
         log_progress(f"  {name}: {rate:.2f} GB/s")
         if rate > highest_rate:
-            fastest, highest_rate = name, rate
-    return fastest
+            fastest_name, highest_rate = name, rate
+    return fastest_name
 
 
 class DeviceRange:
@@ -234,16 +236,16 @@ class Kvikio:
 
     def make_files_reader(self, paths: Sequence[Path], memory: CudaMemory, **settings: object) -> Callable[[], None]:
         """Return a function that opens all files, reads them into consecutive memory, and closes them."""
-        sizes = [path.stat().st_size for path in paths]
+        sizes_bytes = [path.stat().st_size for path in paths]
 
         def read() -> None:
             self.apply_settings(**settings)
             files, futures, offset_bytes = [], [], 0
-            for path, size in zip(paths, sizes, strict=True):
+            for path, size_bytes in zip(paths, sizes_bytes, strict=True):
                 file = self.open(path)
                 files.append(file)
-                futures.append(file.pread(DeviceRange(memory, offset_bytes, size)))
-                offset_bytes += size
+                futures.append(file.pread(DeviceRange(memory, offset_bytes, size_bytes)))
+                offset_bytes += size_bytes
             for future in futures:
                 future.get()
             for file in files:
@@ -334,14 +336,14 @@ def make_direct_reader(
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     stack.callback(os.close, fd)
-    size = os.fstat(fd).st_size if length_bytes is None else length_bytes
+    size_bytes = os.fstat(fd).st_size if length_bytes is None else length_bytes
     buffers = [stack.enter_context(mmap.mmap(-1, part_bytes)) for _ in range(threads_count)]
     for buffer in buffers:
         buffer.madvise(mmap.MADV_HUGEPAGE)
         buffer[:] = bytes(part_bytes)
 
     def read() -> None:
-        offsets: Iterator[int] = iter(range(0, size, part_bytes))
+        offsets: Iterator[int] = iter(range(0, size_bytes, part_bytes))
         lock = threading.Lock()
 
         def read_parts(buffer: mmap.mmap) -> None:
@@ -350,7 +352,7 @@ def make_direct_reader(
                     offset = next(offsets, None)
                 if offset is None:
                     return
-                count = min(part_bytes, size - offset)
+                count = min(part_bytes, size_bytes - offset)
                 assert os.preadv(fd, [memoryview(buffer)[:count]], offset) == count
 
         threads = [threading.Thread(target=read_parts, args=(buffer,)) for buffer in buffers]

@@ -48,7 +48,8 @@ DEFAULT: Options = {}
 # The settings to measure for each kind of transfer.
 CACHED_READS: list[Options] = [
     DEFAULT,
-    # Equal to the default of `chunk_bytes`. This turns coalesced copies off: each thread fills its copies alone.
+    # This value equals the default of `chunk_bytes`, so that no copies are coalesced: each thread fills its copies
+    # alone.
     {"coalesced_bytes": 4 * MIB},
     {"coalesced_bytes": 4 * MIB, "chunk_bytes": 2 * MIB, "buffers_count": 3},
     *(
@@ -192,11 +193,11 @@ class Sweep:
             )
         self._measure_host_reads(length_bytes)
         half_bytes = length_bytes // 2
-        for kind, settings, move in (
+        for kind, settings, transfer in (
             ("write", BUFFERED_WRITES, self._write),
             ("durable write", DURABLE_WRITES, self._write_durably),
         ):
-            self._measure(kind, settings, move, half_bytes, prepare=self._remove_written_file)
+            self._measure(kind, settings, transfer, half_bytes, prepare=self._remove_written_file)
         self._remove_written_file()
         with contextlib.ExitStack() as stack:
             raw_readers = {
@@ -220,12 +221,12 @@ class Sweep:
         self,
         kind: str,
         settings: Iterable[Options],
-        move: Callable[[Engine, int], None],
+        transfer: Callable[[Engine, int], None],
         length_bytes: int,
         *,
         prepare: Callable[[], object],
         peers: Mapping[str, Callable[[], object]] | None = None,
-        base: EngineOptions | None = None,
+        base_options: EngineOptions | None = None,
         clears_memory: bool = False,
     ) -> None:
         """Measure the settings of one kind of transfer, and its peers, in turn until the time limit.
@@ -235,8 +236,8 @@ class Sweep:
         kind : str
             The kind of transfer.
         settings : iterable of Options
-            The settings to measure. Each changes some fields of `base`.
-        move : callable
+            The settings to measure. Each changes some fields of `base_options`.
+        transfer : callable
             Function that transfers a number of bytes with an engine.
         length_bytes : int
             The number of bytes of each transfer.
@@ -245,7 +246,7 @@ class Sweep:
         peers : Mapping of str to callable
             Functions that move the same number of bytes without the engine, by name. The device memory is not cleared
             before them.
-        base : EngineOptions, optional
+        base_options : EngineOptions, optional
             Options of every engine; None for the defaults.
         clears_memory : bool
             Whether the device memory is cleared before each transfer of an engine.
@@ -256,18 +257,18 @@ class Sweep:
             # The engines come before the peers, because the time may not suffice for all.
             transfers: dict[str, Callable[[], object]] = {}
             for options in list(settings)[: 2 if is_short else None]:
-                engine = Engine(replace(base or EngineOptions(), **options))  # type: ignore[arg-type]
+                engine = Engine(replace(base_options or EngineOptions(), **options))  # type: ignore[arg-type]
                 stack.callback(engine.close)
-                transfers[_describe_options(options)] = partial(move, engine, length_bytes)
+                transfers[_describe_options(options)] = partial(transfer, engine, length_bytes)
                 # The first read pins the memory of the engine and creates its streams.
                 self._read(engine, min(length_bytes, 256 * MIB), access="buffered")
             transfers.update(list(peers.items())[: 2 if is_short else None])
             rows = {name: SweepRow(kind, name, name not in peers) for name in transfers}
             self.rows += rows.values()
-            end_s = time.monotonic() + TIME_LIMITS_S[kind] * self.time_factor
+            deadline_s = time.monotonic() + TIME_LIMITS_S[kind] * self.time_factor
             for round_index in range(1 if is_short else ROUNDS_MAX):
                 for name in list(transfers)[:: -1 if round_index % 2 else 1]:
-                    if not is_short and time.monotonic() > end_s:
+                    if not is_short and time.monotonic() > deadline_s:
                         break
                     prepare()
                     if clears_memory and rows[name].is_engine:
@@ -279,14 +280,14 @@ class Sweep:
         log_progress(f"{kind}: {transfers_count} transfers with {len(rows)} settings")
 
     def _read(self, engine: Engine, length_bytes: int, *, access: str = "automatic") -> None:
-        self._move(engine, self.source, os.O_RDONLY, length_bytes, access=access)
+        self._transfer(engine, self.source, os.O_RDONLY, length_bytes, access=access)
 
     def _write(self, engine: Engine, length_bytes: int) -> None:
-        self._move(engine, self.written_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, length_bytes, access="buffered")
+        self._transfer(engine, self.written_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, length_bytes, access="buffered")
 
     def _write_durably(self, engine: Engine, length_bytes: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-        self._move(engine, self.written_file, flags, length_bytes, access="direct", durable=True)
+        self._transfer(engine, self.written_file, flags, length_bytes, access="direct", durable=True)
 
     def _measure_host_reads(self, length_bytes: int) -> None:
         """Measure reads into host memory. Their engines have the default options for host memory."""
@@ -296,7 +297,7 @@ class Sweep:
 
             def read(engine: Engine, length_bytes: int) -> None:
                 device_and_address = (HOST, memory.address)
-                self._move(
+                self._transfer(
                     engine,
                     self.source,
                     os.O_RDONLY,
@@ -305,9 +306,9 @@ class Sweep:
                     device_and_address=device_and_address,
                 )
 
-            self._measure("host read", HOST_READS, read, length_bytes, prepare=_do_nothing, base=HOST_OPTIONS)
+            self._measure("host read", HOST_READS, read, length_bytes, prepare=_do_nothing, base_options=HOST_OPTIONS)
 
-    def _move(
+    def _transfer(
         self,
         engine: Engine,
         path: Path,

@@ -179,7 +179,7 @@ def bench(start_libcufile: None, device: Device, *, is_measured: bool) -> Iterat
 
 @pytest.mark.parametrize("access", FLAGS)
 def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, access: str, *, is_measured: bool) -> None:
-    """Read cached bytes through the page cache, or bytes of the disk by O_DIRECT, as one range."""
+    """Read the file as one range: from the page cache, or with O_DIRECT from the disk."""
     flags = FLAGS[access]
     settings = SETTINGS if is_measured else ((2, 1),)
     candidates: dict[str, Callable[[], None]] = {
@@ -189,12 +189,12 @@ def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, acces
         for workers, part_mib in settings
     }
     candidates["default"] = bench.make_path_reader(flags, CufileOptions())
-    fastest = find_fastest(candidates, bench.length_bytes, repeats=2 if is_measured else 1)
-    evidence["fastest"] = fastest
+    fastest_name = find_fastest(candidates, bench.length_bytes, repeats=2 if is_measured else 1)
+    evidence["fastest"] = fastest_name
     methods = {
         "one_thread": bench.make_one_thread_reader(flags, EARLIER_CALL_BYTES),
         "path": candidates["default"],
-        "fastest_threads": candidates[fastest],
+        "fastest_threads": candidates[fastest_name],
         "path_not_registered": bench.make_path_reader(flags, CufileOptions(registers_memory=False)),
         "one_stream": bench.make_stream_reader(flags, 4 * MIB),
     }

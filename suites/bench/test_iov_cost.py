@@ -1,7 +1,7 @@
 """Time to create and destroy an iov in host memory.
 
 Most of the time of the first large iov goes into its pages: the client allocates them, and the agent pins them. The
-next iov of the same size gets the memory, and the library clears it; see docs/usrbio.md. With the environment variable
+next iov of the same size reuses this memory, which the library clears (docs/usrbio.md). With the environment variable
 GDRKIT_USRBIO_HOST_POOL_BYTES=0, every iov gets new memory. A program that uses iovs has a ring, which keeps the
 connection to the agent. The case "alone" has no ring, so that each iov makes a connection. The goals on an idle machine
 are 2 ms for 64 KiB, and 20 ms for 64 MiB. They are not asserted. Run this with --benchmark-enable.
@@ -50,9 +50,9 @@ def test_create_and_destroy_of_a_host_iov(
         assert agent.terminate() == 0, agent.error_output
         assert agent.statistics["registrations"] >= len(SIZES) + 1
     if is_measured:
-        texts = []
+        time_texts = []
         for name, times in times_by_name.items():
             evidence.number(f"create_destroy_{name}_us_median", times.median_ns / 1e3)
             evidence.number(f"create_destroy_{name}_us_min", times.minimum_ns / 1e3)
-            texts.append(f"{name}: {times.median_ns / 1e6:.2f} ms (minimum {times.minimum_ns / 1e6:.2f} ms)")
-        summary.append(f"create and destroy an iov in host memory: {', '.join(texts)}")
+            time_texts.append(f"{name}: {times.median_ns / 1e6:.2f} ms (minimum {times.minimum_ns / 1e6:.2f} ms)")
+        summary.append(f"create and destroy an iov in host memory: {', '.join(time_texts)}")

@@ -46,8 +46,8 @@ pytestmark = [
 
 ROUNDS_COUNT = 5
 _CHUNK_BYTES = 16 * MIB
-# The loader that does not know the format, so it is not compared as a loader of tensors.
-_WITHOUT_FORMAT = frozenset({"kvikio"})
+# This loader does not know the format, so it is not compared as a loader of tensors.
+_LOADERS_WITHOUT_FORMAT = frozenset({"kvikio"})
 _LOADERS_OF_GDRKIT = ("gdrkit", "gdrkit_per_tensor")
 # Shapes of a layer with about 218 million parameters, as in models with 8 billion.
 _LAYER = (
@@ -74,7 +74,7 @@ def start_loaders() -> None:
     """Load a small file once with each loader.
 
     torch, CUDA's runtime and the other loaders then open the descriptors that they keep open. The leak check does not
-    count what a fixture of module scope opens.
+    count descriptors that a fixture of module scope opens.
     """
     with temporary_folder() as folder:
         path = folder / "small.safetensors"
@@ -108,12 +108,12 @@ def create_model(path: Path, shapes: Sequence[tuple[int, ...]]) -> int:
     """Write a file with tensors of BF16 of these shapes and with random bytes. Return the size of its tensors."""
     entries, data_offset = [], 0
     for index, shape in enumerate(shapes):
-        length = 2
+        length_bytes = 2
         for size in shape:
-            length *= size
+            length_bytes *= size
         name = f"{path.stem}.layers.{index}.weight"
-        entries.append((name, safetensors.TensorEntry("BF16", shape, data_offset, data_offset + length)))
-        data_offset += length
+        entries.append((name, safetensors.TensorEntry("BF16", shape, data_offset, data_offset + length_bytes)))
+        data_offset += length_bytes
     header = pack_header(entries, {"format": "pt"})
     with path.open("wb") as file:
         file.write(header)
@@ -155,7 +155,7 @@ def check_and_measure(
     *,
     rounds_count: int,
     prepare: Callable[[], object] | None = None,
-    without: Sequence[str] = (),
+    omitted_loaders: Sequence[str] = (),
 ) -> dict[str, Series]:
     """Check each loader, and measure all in turn. Each load ends when the device has all bytes."""
     import torch
@@ -167,7 +167,7 @@ def check_and_measure(
             evidence["report_of_last_load"] = tensors.report
         tensors.clear()
 
-    candidates = {name: loader for name, loader in list_loaders().items() if name not in without}
+    candidates = {name: loader for name, loader in list_loaders().items() if name not in omitted_loaders}
     for name, loader in candidates.items():
         # If the bytes are wrong, the record of the failed case names the loader.
         evidence["checked_loader"] = name
@@ -186,7 +186,7 @@ def check_and_measure(
 
 
 def record(evidence: Evidence, prefix: str, series: Mapping[str, Series]) -> None:
-    """Record the rate and the processor time of each loader, and the best of the others."""
+    """Record the rate and the processor time of each loader, and the best of the loaders except gdrkit."""
     for name, loader_series in series.items():
         evidence.number(f"{prefix}_{name}_gb_per_s", loader_series.rate_gb_per_s)
         evidence.number(f"{prefix}_{name}_cpu_s_per_gib", loader_series.cpu_s_per_gib)
@@ -196,7 +196,9 @@ def record(evidence: Evidence, prefix: str, series: Mapping[str, Series]) -> Non
         evidence[f"{prefix}_best_other"] = fastest_loader
         evidence.number(f"{prefix}_best_other_gb_per_s", other_series[fastest_loader].rate_gb_per_s)
         rates_of_loaders = [
-            loader_series.rate_gb_per_s for name, loader_series in other_series.items() if name not in _WITHOUT_FORMAT
+            loader_series.rate_gb_per_s
+            for name, loader_series in other_series.items()
+            if name not in _LOADERS_WITHOUT_FORMAT
         ]
         if rates_of_loaders:
             evidence.number(f"{prefix}_best_loader_gb_per_s", max(rates_of_loaders))
@@ -213,15 +215,15 @@ def test_files_of_a_model_beside_other_loaders(
     log_progress(f"4 files, {length_bytes / GIB:.2f} GiB, cached")
     with device.allocate(min(length_bytes, 4 * GIB)) as memory:
         copy, free_memory = make_pinned_copier(device, memory, length_bytes=memory.length_bytes)
-        pinned = measure_in_turn({"pinned": copy}, memory.length_bytes, rounds_count=rounds_count)
+        pinned_series = measure_in_turn({"pinned": copy}, memory.length_bytes, rounds_count=rounds_count)
         free_memory()
-    evidence.number("pinned_copy_gb_per_s", pinned["pinned"].rate_gb_per_s)
-    cached = check_and_measure(paths, length_bytes, evidence, rounds_count=rounds_count)
-    record(evidence, "cached", cached)
-    evidence.number("cached_per_tensor_gdrkit_gb_per_s", cached["gdrkit_per_tensor"].rate_gb_per_s)
+    evidence.number("pinned_copy_gb_per_s", pinned_series["pinned"].rate_gb_per_s)
+    cached_series = check_and_measure(paths, length_bytes, evidence, rounds_count=rounds_count)
+    record(evidence, "cached", cached_series)
+    evidence.number("cached_per_tensor_gdrkit_gb_per_s", cached_series["gdrkit_per_tensor"].rate_gb_per_s)
     log_progress("4 files, cold")
 
-    def drop() -> None:
+    def drop_files() -> None:
         for path in paths:
             drop_cache(path)
 
@@ -229,7 +231,12 @@ def test_files_of_a_model_beside_other_loaders(
         evidence,
         "cold",
         check_and_measure(
-            paths, length_bytes, evidence, rounds_count=rounds_count, prepare=drop, without=["gdrkit_per_tensor"]
+            paths,
+            length_bytes,
+            evidence,
+            rounds_count=rounds_count,
+            prepare=drop_files,
+            omitted_loaders=["gdrkit_per_tensor"],
         ),
     )
 
@@ -249,7 +256,7 @@ def test_one_large_file_beside_other_loaders(
         evidence,
         rounds_count=ROUNDS_COUNT if is_measured else 1,
         prepare=None if state == "cached" else partial(drop_cache, path),
-        without=[] if state == "cached" else ["gdrkit_per_tensor"],
+        omitted_loaders=[] if state == "cached" else ["gdrkit_per_tensor"],
     )
     record(evidence, f"large_{state}", series)
 
@@ -258,18 +265,18 @@ def test_small_tensors_beside_other_loaders(
     device: Device, folder: Path, evidence: Evidence, *, is_measured: bool
 ) -> None:
     """Load 20,000 tensors of 16 KiB, cached and cold."""
-    count, rounds_count = (20_000, ROUNDS_COUNT) if is_measured else (100, 1)
+    tensor_count, rounds_count = (20_000, ROUNDS_COUNT) if is_measured else (100, 1)
     path = folder / "small.safetensors"
-    length_bytes = create_model(path, [(64, 16 * KIB // 2 // 64)] * count)
+    length_bytes = create_model(path, [(64, 16 * KIB // 2 // 64)] * tensor_count)
     for prefix, prepare in (("small_tensors", None), ("small_tensors_cold", partial(drop_cache, path))):
-        log_progress(f"{prefix}: {count} tensors of 16 KiB")
+        log_progress(f"{prefix}: {tensor_count} tensors of 16 KiB")
         series = check_and_measure([path], length_bytes, evidence, rounds_count=rounds_count, prepare=prepare)
-        per_s = {name: loader_series.rate_gb_per_s * 1e9 / (16 * KIB) for name, loader_series in series.items()}
-        for name, number in per_s.items():
-            evidence.number(f"{prefix}_{name}_per_s", number)
+        tensors_per_s = {name: loader_series.rate_gb_per_s * 1e9 / (16 * KIB) for name, loader_series in series.items()}
+        for name, rate in tensors_per_s.items():
+            evidence.number(f"{prefix}_{name}_per_s", rate)
             evidence.number(f"{prefix}_{name}_cpu_s_per_gib", series[name].cpu_s_per_gib)
         rates_of_loaders = [
-            number for name, number in per_s.items() if name not in {*_LOADERS_OF_GDRKIT, *_WITHOUT_FORMAT}
+            rate for name, rate in tensors_per_s.items() if name not in {*_LOADERS_OF_GDRKIT, *_LOADERS_WITHOUT_FORMAT}
         ]
         if rates_of_loaders:
             evidence.number(f"{prefix}_best_other_per_s", max(rates_of_loaders))

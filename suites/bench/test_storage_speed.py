@@ -155,13 +155,17 @@ def measure_cached_reads(bench: Bench, file: gds.File) -> str:
     }
     with bench.device.current():
         bench.check_reader(next(iter(candidates.values())))
-        fastest = find_fastest(candidates, bench.length_bytes, repeats=bench.repeats + 1)
-        bench.evidence["cached_read_kvikio_best"] = fastest
-        bench.check_reader(candidates[fastest])
+        fastest_name = find_fastest(candidates, bench.length_bytes, repeats=bench.repeats + 1)
+        bench.evidence["cached_read_kvikio_best"] = fastest_name
+        bench.check_reader(candidates[fastest_name])
         bench.check_reader(lambda: file.read_into(bench.memory))
         copy, free_memory = make_pinned_copier(bench.device, bench.memory, length_bytes=bench.length_bytes)
         copy()
-        reads = {"gdrkit": lambda: file.read_into(bench.memory), "kvikio": candidates[fastest], "pinned copy": copy}
+        reads = {
+            "gdrkit": lambda: file.read_into(bench.memory),
+            "kvikio": candidates[fastest_name],
+            "pinned copy": copy,
+        }
         series = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
         free_memory()
     bench.check_reader(lambda: file.read_into(bench.memory))
@@ -171,7 +175,7 @@ def measure_cached_reads(bench: Bench, file: gds.File) -> str:
     bench.record("cached_read_gdrkit_spread_ratio", series["gdrkit"].spread)
     bench.record("cached_read_kvikio_spread_ratio", series["kvikio"].spread)
     bench.record("pinned_copy_spread_ratio", series["pinned copy"].spread)
-    return fastest
+    return fastest_name
 
 
 def measure_host_reads(bench: Bench, file: gds.File) -> None:
@@ -180,9 +184,9 @@ def measure_host_reads(bench: Bench, file: gds.File) -> None:
     memory = allocate_host_memory(bench.stack, bench.length_bytes)
     settings = bench.list_kvikio_settings("read", direct=(False,))
     candidates = {name: bench.kvikio.make_reader(bench.file, memory, **setting) for name, setting in settings.items()}
-    fastest = find_fastest(candidates, bench.length_bytes, repeats=bench.repeats)
-    reads = {"gdrkit": lambda: file.read_into(memory), "kvikio": candidates[fastest]}
-    series = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
+    fastest_name = find_fastest(candidates, bench.length_bytes, repeats=bench.repeats)
+    readers = {"gdrkit": lambda: file.read_into(memory), "kvikio": candidates[fastest_name]}
+    series = measure_in_turn(readers, bench.length_bytes, rounds_count=bench.rounds_count)
     bench.record_rate("host_read_gdrkit", series["gdrkit"])
     bench.record_rate("host_read_kvikio", series["kvikio"])
     memory[:] = bytes(bench.length_bytes)
@@ -198,8 +202,8 @@ def measure_small_reads(bench: Bench, file: gds.File) -> None:
     offsets = [rng.randrange(bench.length_bytes // PAGE_BYTES) * PAGE_BYTES for _ in range(count)]
     ranges = [(offset, PAGE_BYTES) for offset in offsets]
     candidates = make_kvikio_small_readers(bench, offsets)
-    fastest = find_fastest(candidates, count * PAGE_BYTES, repeats=bench.repeats)
-    bench.evidence["random_4k_kvikio_best"] = fastest
+    fastest_name = find_fastest(candidates, count * PAGE_BYTES, repeats=bench.repeats)
+    bench.evidence["random_4k_kvikio_best"] = fastest_name
 
     def read_one_by_one() -> None:
         for index, offset in enumerate(offsets):
@@ -207,17 +211,20 @@ def measure_small_reads(bench: Bench, file: gds.File) -> None:
                 bench.memory, file_offset_bytes=offset, length_bytes=PAGE_BYTES, buffer_offset_bytes=index * PAGE_BYTES
             )
 
-    parallel_reads = {"gdrkit": lambda: file.readv(bench.memory, ranges), "kvikio": candidates[fastest]}
-    sequential_reads = {"gdrkit": read_one_by_one, "kvikio": candidates["kvikio, one thread"]}
-    for read in (*parallel_reads.values(), read_one_by_one):
+    parallel_readers = {"gdrkit": lambda: file.readv(bench.memory, ranges), "kvikio": candidates[fastest_name]}
+    sequential_readers = {"gdrkit": read_one_by_one, "kvikio": candidates["kvikio, one thread"]}
+    for read in (*parallel_readers.values(), read_one_by_one):
         bench.memory.fill(0)
         read()
         with bench.file.open("rb") as posix_file:
             expected_bytes = b"".join(os.pread(posix_file.fileno(), PAGE_BYTES, offset) for offset in offsets)
         assert bench.memory.read(length_bytes=count * PAGE_BYTES) == expected_bytes
-    for name, reads, attempts_count in (("random_4k", parallel_reads, 3), ("one_4k_at_a_time", sequential_reads, 1)):
+    for name, readers, attempts_count in (
+        ("random_4k", parallel_readers, 3),
+        ("one_4k_at_a_time", sequential_readers, 1),
+    ):
         series = measure_in_turn(
-            reads, count * PAGE_BYTES, rounds_count=bench.rounds_count, attempts_count=attempts_count
+            readers, count * PAGE_BYTES, rounds_count=bench.rounds_count, attempts_count=attempts_count
         )
         bench.record(f"{name}_gdrkit_ops_per_s", series["gdrkit"].rate_gb_per_s * 1e9 / PAGE_BYTES)
         bench.record(f"{name}_kvikio_ops_per_s", series["kvikio"].rate_gb_per_s * 1e9 / PAGE_BYTES)
@@ -229,14 +236,15 @@ def make_kvikio_small_readers(bench: Bench, offsets: list[int]) -> dict[str, Cal
     ranges = [DeviceRange(bench.memory, index * PAGE_BYTES, PAGE_BYTES) for index in range(len(offsets))]
     bench.kvikio.apply_settings(auto_direct_io_read=False)
 
-    def read_every_nth(first: int, step: int) -> None:
+    def read_every_nth(first_index: int, step: int) -> None:
         with bench.device.current():
-            for index in range(first, len(offsets), step):
+            for index in range(first_index, len(offsets), step):
                 kvikio_file.raw_read(bench.memory, PAGE_BYTES, offsets[index], index * PAGE_BYTES)
 
     def read_in_threads(threads_count: int) -> None:
         threads = [
-            threading.Thread(target=read_every_nth, args=(first, threads_count)) for first in range(threads_count)
+            threading.Thread(target=read_every_nth, args=(first_index, threads_count))
+            for first_index in range(threads_count)
         ]
         for thread in threads:
             thread.start()
@@ -276,11 +284,11 @@ def measure_many_files(bench: Bench, file: gds.File, kvikio_setting: str) -> Non
         bench.check_reader(read)
         setting = bench.list_kvikio_settings("read", direct=(False,))[kvikio_setting]
         kvikio_read = bench.kvikio.make_files_reader(paths, bench.memory, **setting)
-        reads: dict[str, Callable[[], Any]] = {"gdrkit": read, "one file": lambda: file.read_into(bench.memory)}
+        readers: dict[str, Callable[[], Any]] = {"gdrkit": read, "one file": lambda: file.read_into(bench.memory)}
         with bench.device.current():
             bench.check_reader(kvikio_read)
             series = measure_in_turn(
-                {**reads, "kvikio": kvikio_read}, bench.length_bytes, rounds_count=bench.rounds_count
+                {**readers, "kvikio": kvikio_read}, bench.length_bytes, rounds_count=bench.rounds_count
             )
         kind = "64x64mib" if len(paths) == 64 else "4096x1mib"
         bench.record_rate(f"cached_{kind}", series["gdrkit"])
@@ -308,19 +316,21 @@ def measure_cold_reads(bench: Bench, file: gds.File) -> None:
     }
     fastest_raw_reader = find_fastest(raw_readers, bench.length_bytes, repeats=1, prepare=drop_file)
     settings = bench.list_kvikio_settings("read", direct=(True,), threads_max=16)
-    peers = {name: bench.kvikio.make_reader(bench.file, bench.memory, **setting) for name, setting in settings.items()}
+    kvikio_readers = {
+        name: bench.kvikio.make_reader(bench.file, bench.memory, **setting) for name, setting in settings.items()
+    }
     with bench.device.current():
-        fastest = find_fastest(peers, bench.length_bytes, repeats=1, prepare=drop_file)
-        bench.evidence["cold_read_best"] = [fastest_raw_reader, fastest]
+        fastest_name = find_fastest(kvikio_readers, bench.length_bytes, repeats=1, prepare=drop_file)
+        bench.evidence["cold_read_best"] = [fastest_raw_reader, fastest_name]
         drop_file()
         bench.check_reader(lambda: file.read_into(bench.memory))
-        reads: dict[str, Callable[[], object]] = {
+        readers: dict[str, Callable[[], object]] = {
             "gdrkit": lambda: file.read_into(bench.memory),
             "raw": raw_readers[fastest_raw_reader],
-            "kvikio": peers[fastest],
+            "kvikio": kvikio_readers[fastest_name],
         }
         series = measure_in_turn(
-            reads, bench.length_bytes, rounds_count=bench.rounds_count, prepare=drop_file, attempts_count=2
+            readers, bench.length_bytes, rounds_count=bench.rounds_count, prepare=drop_file, attempts_count=2
         )
     bench.record_rate("cold_read_gdrkit", series["gdrkit"])
     bench.record_rate("cold_read_raw", series["raw"])
@@ -335,7 +345,7 @@ def measure_writes(bench: Bench) -> None:
         file.read_into(bench.memory)
     written_file = bench.folder / "written"
 
-    def remove() -> None:
+    def remove_written_file() -> None:
         written_file.unlink(missing_ok=True)
 
     def write(*, sync: bool) -> None:
@@ -351,19 +361,23 @@ def measure_writes(bench: Bench) -> None:
             for name, setting in settings.items()
         }
         with bench.device.current():
-            fastest = find_fastest(peers, bench.length_bytes, repeats=1, prepare=remove)
-            bench.evidence[f"{kind}_kvikio_best"] = fastest
+            fastest_name = find_fastest(peers, bench.length_bytes, repeats=1, prepare=remove_written_file)
+            bench.evidence[f"{kind}_kvikio_best"] = fastest_name
             all_writes: dict[str, Callable[[], object]] = {
                 "gdrkit": partial(write, sync=sync),
-                "kvikio": peers[fastest],
+                "kvikio": peers[fastest_name],
             }
             for transfer in all_writes.values():
-                remove()
+                remove_written_file()
                 transfer()
                 check_all_bytes(bench.memory, written_file, length_bytes=bench.length_bytes)
             series = measure_in_turn(
-                all_writes, bench.length_bytes, rounds_count=bench.rounds_count, prepare=remove, attempts_count=1
+                all_writes,
+                bench.length_bytes,
+                rounds_count=bench.rounds_count,
+                prepare=remove_written_file,
+                attempts_count=1,
             )
         bench.record_rate(f"{kind}_gdrkit", series["gdrkit"])
         bench.record_rate(f"{kind}_kvikio", series["kvikio"])
-        remove()
+        remove_written_file()

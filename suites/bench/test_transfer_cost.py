@@ -94,18 +94,18 @@ def test_one_4k_read_at_a_time_beside_kvikio(
     arrays = [np.frombuffer(page, dtype=np.uint8) for page in pages]  # The buffers that kvikio accepts.
     file = stack.enter_context(gds.File(path, direct="never"))
     kvikio_file = stack.enter_context(Kvikio(stack).open(path))
-    reads: dict[str, Callable[[int], object]] = {
+    read_functions: dict[str, Callable[[int], object]] = {
         "gdrkit": lambda offset: file.read_into(arrays[offset // PAGE_BYTES], file_offset_bytes=offset),
         "kvikio": lambda offset: kvikio_file.read(arrays[offset // PAGE_BYTES], PAGE_BYTES, offset),
         "preadv": lambda offset: os.preadv(file.fileno(), [pages[offset // PAGE_BYTES]], offset),
     }
     file_bytes = path.read_bytes()
-    for read in reads.values():
+    for read in read_functions.values():
         memory[:] = bytes(FILE_BYTES)
         for offset in range(0, FILE_BYTES, PAGE_BYTES):
             read(offset)
         assert memory[:] == file_bytes
-    calls = {name: make_cyclic_call(read, length_bytes=PAGE_BYTES) for name, read in reads.items()}
+    calls = {name: make_cyclic_call(read, length_bytes=PAGE_BYTES) for name, read in read_functions.items()}
     record_times(evidence, "read_4k", measure_interleaved(calls, rounds_count=rounds_count, calls_count=READS_COUNT))
     arrays.clear()
     pages.clear()
@@ -117,16 +117,16 @@ def test_1_mib_write_beside_pwrite(
     data = allocate_host_memory(stack, MIB)
     data[:] = os.urandom(MIB)
     file = stack.enter_context(gds.File(path, "r+", direct="never"))
-    writes: dict[str, Callable[[int], object]] = {
+    write_functions: dict[str, Callable[[int], object]] = {
         "gdrkit": lambda offset: file.write_from(data, file_offset_bytes=offset),
         "gdrkit_started": lambda offset: file.start_write_from(data, file_offset_bytes=offset).result(),
         "pwrite": lambda offset: os.pwrite(file.fileno(), data, offset),
     }
-    for write in writes.values():
+    for write in write_functions.values():
         os.pwrite(file.fileno(), bytes(MIB), MIB)
         write(MIB)
         assert os.pread(file.fileno(), MIB, MIB) == data[:]
-    calls = {name: make_cyclic_call(write, length_bytes=MIB) for name, write in writes.items()}
+    calls = {name: make_cyclic_call(write, length_bytes=MIB) for name, write in write_functions.items()}
     record_times(evidence, "write_1m", measure_interleaved(calls, rounds_count=rounds_count, calls_count=16))
 
 
@@ -157,16 +157,16 @@ def test_start_of_a_transfer_beside_kvikio(
         return [kvikio_file.pread(arrays[index], PAGE_BYTES, offset).get for index, offset in enumerate(offsets)]
 
     times_us: dict[str, list[float]] = {"gdrkit": [], "kvikio": []}
-    starts = [("gdrkit", start_gdrkit), ("kvikio", start_kvikio)]
+    start_functions = [("gdrkit", start_gdrkit), ("kvikio", start_kvikio)]
     for _ in range(rounds_count):
-        starts.reverse()
-        for name, start in starts:
+        start_functions.reverse()
+        for name, start in start_functions:
             begin_ns = time.thread_time_ns()
-            waits = start()
+            wait_functions = start()
             times_us[name].append((time.thread_time_ns() - begin_ns) / len(offsets) / 1e3)
-            for wait in waits:
+            for wait in wait_functions:
                 wait()
-            waits.clear()
+            wait_functions.clear()
     for name, times in times_us.items():
         evidence.number(f"start_{name}_cpu_us", statistics.median(times))
         evidence.number(f"start_{name}_cpu_min_us", min(times))

@@ -50,16 +50,18 @@ def render(root: Path = ROOT) -> str:
     levels = {package: level for level, packages in enumerate(IMPORT_LEVELS) for package in packages}
     levels = {package: level for package, level in levels.items() if level >= LOWEST_DRAWN_LEVEL}
     # All modules of the command line are drawn as one box.
-    names = {package: "cli" if package.startswith(("cli", "__main__")) else package for package in levels}
+    box_names = {package: "cli" if package.startswith(("cli", "__main__")) else package for package in levels}
     edges = {
-        (names[package], names[imported])
+        (box_names[package], box_names[imported])
         for _, package, imported in find_cross_package_imports(root)
-        if package in levels and imported in levels and names[package] != names[imported]
+        if package in levels and imported in levels and box_names[package] != box_names[imported]
     }
     lines = ["flowchart TD"]
     for level in reversed(range(LOWEST_DRAWN_LEVEL, len(IMPORT_LEVELS))):
         lines.append(f'  subgraph level{level}["level {level}"]')
-        lines += [f"    {name}" for name in sorted({names[package] for package in levels if levels[package] == level})]
+        lines += [
+            f"    {name}" for name in sorted({box_names[package] for package in levels if levels[package] == level})
+        ]
         lines.append("  end")
     lines += [f"  {start} --> {end}" for start, end in sorted(_remove_shortcuts(edges))]
     return _HEAD + "\n".join(lines) + "\n" + _TAIL
@@ -71,12 +73,12 @@ def _remove_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
     for start, end in edges:
         successors.setdefault(start, set()).add(end)
 
-    def has_path(start: str, end: str, without: tuple[str, str]) -> bool:
+    def has_path(start: str, end: str, omitted_edge: tuple[str, str]) -> bool:
         unvisited, visited = [start], {start}
         while unvisited:
             current = unvisited.pop()
             for successor in successors.get(current, ()):
-                if (current, successor) == without or successor in visited:
+                if (current, successor) == omitted_edge or successor in visited:
                     continue
                 if successor == end:
                     return True
@@ -84,7 +86,7 @@ def _remove_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
                 unvisited.append(successor)
         return False
 
-    return {edge for edge in edges if not has_path(*edge, without=edge)}
+    return {edge for edge in edges if not has_path(*edge, omitted_edge=edge)}
 
 
 if __name__ == "__main__":

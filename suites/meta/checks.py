@@ -51,7 +51,7 @@ SUBSTRATE_FILE = "gdrkit/report/substrate.py"
 # Only this file may receive file descriptors.
 RECEIVER_FILE = "gdrkit/scm_rights.py"
 
-_SUFFIXES = (
+_SEARCHED_SUFFIXES = (
     ".py",
     ".cpp",
     ".hpp",
@@ -107,8 +107,8 @@ def _get_function_name(node: ast.Call) -> str:
 def _get_dotted_name(node: ast.expr) -> str:
     """Return the dotted name of an expression, e.g. ``pytest.mark.skipif``; empty for any other expression."""
     if isinstance(node, ast.Attribute):
-        inner = _get_dotted_name(node.value)
-        return f"{inner}.{node.attr}" if inner else ""
+        prefix = _get_dotted_name(node.value)
+        return f"{prefix}.{node.attr}" if prefix else ""
     return node.id if isinstance(node, ast.Name) else ""
 
 
@@ -160,14 +160,14 @@ def _find_imported_modules(root: Path) -> dict[str, set[str]]:
         path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
         for path, tree in _parse_modules(root, "gdrkit")
     }
-    imported: dict[str, set[str]] = {}
+    imports_by_module: dict[str, set[str]] = {}
     for module, tree in trees.items():
         package = module.split(".")[:2]
         names = {
             name if name in trees or name in SEAMS else name.rpartition(".")[0] for _line, name in _find_imports(tree)
         }
-        imported[module] = {name for name in names & trees.keys() - {module} if name.split(".")[:2] == package}
-    return imported
+        imports_by_module[module] = {name for name in names & trees.keys() - {module} if name.split(".")[:2] == package}
+    return imports_by_module
 
 
 def _find_transitive_imports(module: str, imports_by_module: Mapping[str, set[str]]) -> set[str]:
@@ -202,9 +202,11 @@ def find_imports_outside_seams(root: Path) -> Iterator[str]:
     """Yield the imports of foreign libraries in files that levels.py does not permit."""
     for path, tree in _parse_modules(root, "gdrkit"):
         for line, name in _find_imports(tree):
-            allowed = next((files for module, files in SEAMS.items() if f"{name}.".startswith(f"{module}.")), None)
-            if allowed is not None and path not in allowed:
-                yield f"{path}:{line} names {name}; only {', '.join(sorted(allowed))} may"
+            allowed_files = next(
+                (files for module, files in SEAMS.items() if f"{name}.".startswith(f"{module}.")), None
+            )
+            if allowed_files is not None and path not in allowed_files:
+                yield f"{path}:{line} names {name}; only {', '.join(sorted(allowed_files))} may"
 
 
 def find_stand_in_words(root: Path) -> Iterator[str]:
@@ -233,12 +235,12 @@ def find_replaced_functions(root: Path) -> Iterator[str]:
 
 def find_skips_outside_harness(root: Path) -> Iterator[str]:
     """Yield the skips of cases outside of the harness."""
-    banned = {"pytest.skip", "pytest.importorskip", "pytest.mark.skip", "pytest.mark.skipif"}
+    banned_names = {"pytest.skip", "pytest.importorskip", "pytest.mark.skip", "pytest.mark.skipif"}
     for path, tree in _parse_modules(root, "suites", "gdrkit"):
         if path.startswith("gdrkit/harness/"):
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and _get_dotted_name(node) in banned:
+            if isinstance(node, ast.Attribute) and _get_dotted_name(node) in banned_names:
                 yield f"{path}:{node.lineno} has {_get_dotted_name(node)}"
         for line, name in _find_imports(tree):
             if name in {"pytest.skip", "pytest.importorskip", "unittest.skip", "unittest.skipIf"}:
@@ -310,8 +312,8 @@ def _find_callable_functions(tree: ast.Module, trees: Mapping[str, ast.Module]) 
     for _line, name in _find_imports(tree):
         parts = name.split(".")
         paths = ("/".join(parts[:end]) + ".py" for end in range(2, len(parts) + 1))
-        for other in (trees[path] for path in paths if path in trees):
-            for function, nodes in _find_functions(other).items():
+        for imported_tree in (trees[path] for path in paths if path in trees):
+            for function, nodes in _find_functions(imported_tree).items():
                 functions.setdefault(function, []).extend(nodes)
     return functions
 
@@ -366,14 +368,14 @@ def find_missing_docstrings_and_all(root: Path) -> Iterator[str]:
 def find_unfinished_work(root: Path) -> Iterator[str]:
     """Yield the notes about unfinished work in the sources."""
     # These folders are left out, because other cases fill and remove them at the same time.
-    generated = {"build", "runs"}
+    generated_folders = {"build", "runs"}
     paths = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in generated and not name.startswith(".")]
+        subfolders[:] = [name for name in subfolders if name not in generated_folders and not name.startswith(".")]
         paths += [Path(folder, name) for name in names if not name.startswith(".")]
     for path in sorted(paths):
         relative_path = path.relative_to(root).as_posix()
-        if path.suffix not in _SUFFIXES:
+        if path.suffix not in _SEARCHED_SUFFIXES:
             continue
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             yield from (f"{relative_path}:{number} contains {word[0]}" for word in _UNFINISHED.finditer(line))
@@ -383,8 +385,8 @@ def find_machine_paths(root: Path) -> Iterator[str]:
     """Yield machine-specific paths in records and in the pages that are made from records."""
     generated_files = [*(root / "reports" / "baselines").rglob("*"), *(root / "docs").rglob("*.html")]
     for path in sorted(path for path in generated_files if path.is_file()):
-        machine_specific = dict.fromkeys(_MACHINE_PATHS.findall(path.read_text()))
-        yield from (f"{path.relative_to(root)} contains {text}" for text in machine_specific)
+        machine_paths = dict.fromkeys(_MACHINE_PATHS.findall(path.read_text()))
+        yield from (f"{path.relative_to(root)} contains {machine_path}" for machine_path in machine_paths)
 
 
 def find_missing_readmes(root: Path) -> Iterator[str]:

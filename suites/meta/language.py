@@ -112,7 +112,7 @@ GONE_WORDS: dict[str, str] = {
     "witness": "evidence",
 }
 # These phrases are correct although they contain a replaced word.
-_LEGITIMATE = re.compile(r"\broom (for|left|in the)\b|\bno room\b|\broom_bytes\b|\"room\"", re.IGNORECASE)
+_LEGITIMATE_PHRASES = re.compile(r"\broom (for|left|in the)\b|\bno room\b|\broom_bytes\b|\"room\"", re.IGNORECASE)
 _GONE_PHRASES = {
     re.compile(r"\bgave (E[A-Z]{3,}\b|\{\w+\.status_name)"): "x failed: strerror (ERR)",
     re.compile(r"\bmemory nodes?\b", re.IGNORECASE): "NUMA node",
@@ -120,8 +120,8 @@ _GONE_PHRASES = {
 }
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # The build installs copies of files of native/usrbio here.
-_INSTALLED = ("gdrkit/usrbio/examples/", "gdrkit/usrbio/include/")
-_SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".md", ".py", ".sh", ".toml", ".yml")
+_INSTALLED_FOLDERS = ("gdrkit/usrbio/examples/", "gdrkit/usrbio/include/")
+_CHECKED_SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".md", ".py", ".sh", ".toml", ".yml")
 _COMMENT = re.compile(r"^\s*(#|//|\"\"\")")
 _HEADLESS = re.compile(r"^\s*(?:#|//|\"\"\")\s*(?:Who|What|Whoever|Of|Where|By which|For who)\b(?P<rest>.*)$")
 _CHAINED_PRONOUN = re.compile(r"\b(?:that|those|the ones?) of\b", re.IGNORECASE)
@@ -132,7 +132,7 @@ TEST_NAME_MAX = 60
 def find_gone_words(root: Path) -> Iterator[str]:
     """Yield one line for each use of a word or phrase that the project no longer uses."""
     for location, line in _read_lines(root):
-        text = _LEGITIMATE.sub("", line)
+        text = _LEGITIMATE_PHRASES.sub("", line)
         for word in _WORD.findall(text):
             replacement = GONE_WORDS.get(word.lower())
             if replacement:
@@ -147,9 +147,9 @@ def find_headless_openings(root: Path) -> Iterator[str]:
     previous_line, previous_file = "", ""
     for location, line in _read_lines(root):
         file = location.rpartition(":")[0]
-        continues = file == previous_file and bool(_COMMENT.match(previous_line)) and '"""' not in line
+        is_continuation = file == previous_file and bool(_COMMENT.match(previous_line)) and '"""' not in line
         opening = _HEADLESS.match(line)
-        if opening and not continues and "?" not in opening["rest"] and not file.endswith(".md"):
+        if opening and not is_continuation and "?" not in opening["rest"] and not file.endswith(".md"):
             yield f"{location} begins without a subject: {line.strip()}"
         previous_line, previous_file = line, file
 
@@ -172,12 +172,12 @@ def find_long_test_names(root: Path) -> Iterator[str]:
 
 def _read_lines(root: Path) -> Iterator[tuple[str, str]]:
     """Yield location and text of every line of the checked parts, except for this file, which contains the words."""
-    for part in CHECKED_PATHS:
-        start = root / part
-        for path in sorted(start.rglob("*")) if start.is_dir() else [start]:
+    for checked_path in CHECKED_PATHS:
+        file_or_folder = root / checked_path
+        for path in sorted(file_or_folder.rglob("*")) if file_or_folder.is_dir() else [file_or_folder]:
             relative_path = path.relative_to(root).as_posix()
-            if relative_path == "suites/meta/language.py" or relative_path.startswith(_INSTALLED):
+            if relative_path == "suites/meta/language.py" or relative_path.startswith(_INSTALLED_FOLDERS):
                 continue
-            if path.suffix in _SUFFIXES and path.is_file():
+            if path.suffix in _CHECKED_SUFFIXES and path.is_file():
                 for number, line in enumerate(path.read_text().splitlines(), start=1):
                     yield f"{relative_path}:{number}", line

@@ -36,7 +36,7 @@ IMPORT_LEVELS: tuple[frozenset[str], ...] = (
 )
 
 # In each pair, the first package may import the second, although both have the same level. Packages of level 2 are
-# never listed: each wraps one real API, and they do not know each other.
+# never listed: each package wraps one real API, and must not depend on another API.
 IMPORTS_WITHIN_A_LEVEL: frozenset[tuple[str, str]] = frozenset(
     {
         ("__main__", "cli"),

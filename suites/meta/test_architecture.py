@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def test_architecture_picture_is_up_to_date() -> None:
     assert architecture.DOCUMENT.read_text() == architecture.render(), (
-        "write it anew: PYTHONPATH=suites python -m meta.architecture > docs/architecture.md"
+        "write docs/architecture.md again: PYTHONPATH=suites python -m meta.architecture > docs/architecture.md"
     )
 
 

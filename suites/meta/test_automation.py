@@ -1,4 +1,4 @@
-"""The package `automation`, which prepares machines for the nox sessions: packages, interpreters and stamps."""
+"""The package `automation`, which prepares machines for the nox sessions: packages, interpreters and environments."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ Transaction Summary
 """
 
 
-def write_program(folder: Path, name: str, text: str) -> None:
+def write_program(folder: Path, name: str, script: str) -> None:
     path = folder / name
-    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
 
 
@@ -67,9 +67,9 @@ def run_install(folder: Path, distribution: str = "debian") -> subprocess.Comple
     """Install a package and a compiler in a process whose PATH is `folder` alone, as on this distribution."""
     (folder / "os-release").write_text(f'NAME="A Linux"\nID="{distribution}"\n')
     arguments = f"['xfsprogs', 'g++'], os_release=pathlib.Path({str(folder / 'os-release')!r})"
-    call = f"import pathlib; from automation import system_packages; system_packages.install({arguments})"
+    program = f"import pathlib; from automation import system_packages; system_packages.install_packages({arguments})"
     environ = {**os.environ, "PATH": str(folder), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", call]
+    command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -77,7 +77,7 @@ def test_failed_optional_packages_are_named_and_tried_again(tmp_path: Path) -> N
     words = [sys.executable, str(machine.python_version(sys.executable)), "first==1", "second==2", "third==3"]
     (tmp_path / "run" / "bin").mkdir(parents=True)
     # The environment exists, but pip could not install the two optional packages.
-    (tmp_path / "run" / "made-from").write_text(environments.digest(words, []))
+    (tmp_path / "run" / "made-from").write_text(environments.compute_digest(words, []))
     write_program(tmp_path / "run" / "bin", "pip", f'echo "$@" >> {tmp_path}/calls; test -e {tmp_path}/network')
     program = f"""
 import pathlib, sys
@@ -242,15 +242,15 @@ def test_program_that_is_not_python_has_version_zero(tmp_path: Path) -> None:
 def test_digest_changes_with_arguments_and_contents(tmp_path: Path) -> None:
     source = tmp_path / "pyproject.toml"
     source.write_text("a")
-    before = environments.digest(["pip"], [source])
-    assert environments.digest(["pip"], [source]) == before
-    assert environments.digest(["pip", ""], [source]) != before
+    first_digest = environments.compute_digest(["pip"], [source])
+    assert environments.compute_digest(["pip"], [source]) == first_digest
+    assert environments.compute_digest(["pip", ""], [source]) != first_digest
     source.write_text("b")
-    assert environments.digest(["pip"], [source]) != before
+    assert environments.compute_digest(["pip"], [source]) != first_digest
 
 
-def make_shell_part(name: str, text: str) -> Part:
-    return Part(name, ("sh", "-c", text))
+def make_shell_part(name: str, script: str) -> Part:
+    return Part(name, ("sh", "-c", script))
 
 
 def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[s
 def test_side_by_side_runs_no_more_than_jobs(tmp_path: Path) -> None:
     # mkdir fails if another command runs at the same time.
     command = f"mkdir {tmp_path}/one && rmdir {tmp_path}/one"
-    codes = call_side_by_side([make_shell_part(str(number), command) for number in range(5)], jobs=1)
-    assert codes == dict.fromkeys(map(str, range(5)), 0)
+    exit_codes = call_side_by_side([make_shell_part(str(number), command) for number in range(5)], jobs=1)
+    assert exit_codes == dict.fromkeys(map(str, range(5)), 0)
 
 
 def test_every_default_case_file_is_in_one_part() -> None:

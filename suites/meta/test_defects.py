@@ -1,4 +1,4 @@
-"""The table of the review is complete, its document is current, and only the expected failure counts as a catch."""
+"""Defect injection: its table and its document are complete, and only the expected failure counts as a catch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files in deploy/: the Slurm gate runs on twins, and each file passes the check of its tool if it is installed.
+"""The files in deploy/: the Slurm gate runs on twins, and each file passes its tool if the tool is installed.
 
 Twins are libraries that emulate the hardware below an API.
 """
@@ -57,10 +57,10 @@ def test_scripts_pass_shellcheck() -> None:
 @pytest.mark.parametrize("name", UNITS)
 def test_unit_passes_systemd_analyze(name: str, tmp_path: Path) -> None:
     # The command of the unit is not installed here, and systemd-analyze requires that it exists.
-    text = re.sub(r"/opt/gdrkit/bin/gdrkit", sys.executable, (DEPLOY / "systemd" / name).read_text())
-    unit = tmp_path / UNITS[name]
-    unit.write_text(text)
-    command = ["systemd-analyze", "verify", "--man=no", str(unit)]
+    unit_text = re.sub(r"/opt/gdrkit/bin/gdrkit", sys.executable, (DEPLOY / "systemd" / name).read_text())
+    unit_file = tmp_path / UNITS[name]
+    unit_file.write_text(unit_text)
+    command = ["systemd-analyze", "verify", "--man=no", str(unit_file)]
     completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (completed.returncode, completed.stdout + completed.stderr) == (0, "")
 

@@ -36,7 +36,7 @@ TERMINATE_SERVICE = "kill $!; wait $!\n"
 def read_blocks(document: str, language: str) -> list[str]:
     """Return the code blocks of a document in this language."""
     all_blocks = BLOCK.findall((PROJECT_ROOT / "docs" / document).read_text())
-    return [text for block_language, text in all_blocks if block_language == language]
+    return [code for block_language, code in all_blocks if block_language == language]
 
 
 def is_in_document(output: str, document: str) -> bool:
@@ -68,8 +68,8 @@ def test_python_programs_of_usrbio_run(tmp_path: Path, block_index: int, output:
 def test_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
     (source,) = read_blocks("usrbio.md", "c")
     (tmp_path / "copy.c").write_text(source)
-    text = (PROJECT_ROOT / "docs" / "usrbio.md").read_text()
-    (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", text, re.MULTILINE)
+    document = (PROJECT_ROOT / "docs" / "usrbio.md").read_text()
+    (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", document, re.MULTILINE)
     create_data = "head -c 3000001 /dev/urandom > store/data\n"
     copy_data = "./copy store store/data store/copy\ncmp store/data store/copy\n"
     assert "3000001 bytes" in run_on_twins(
@@ -80,8 +80,8 @@ def test_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
 def test_storage_program_prints_the_documented_output(tmp_path: Path) -> None:
     (program,) = read_blocks("storage.md", "python")
     (tmp_path / "store.py").write_text(program)
-    run_program = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
-    assert is_in_document(run_on_twins(f"{START_SERVER}{run_program}{TERMINATE_SERVICE}", tmp_path), "storage.md")
+    run_client = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
+    assert is_in_document(run_on_twins(f"{START_SERVER}{run_client}{TERMINATE_SERVICE}", tmp_path), "storage.md")
 
 
 @pytest.mark.parametrize("name", ["gaudi.md", "registration.md"])
@@ -95,10 +95,10 @@ def run_in_two_shells(document: str, service: str, client: str, folder: Path) ->
 
     Each command has the prefix that the document requires. DIR is replaced by the folder `store`.
     """
-    text = (PROJECT_ROOT / "docs" / document).read_text()
-    (prefix,) = re.findall(r"put\s+`([^`]+ --)`\s+before\s+each\s+command", text)
+    document_text = (PROJECT_ROOT / "docs" / document).read_text()
+    (prefix,) = re.findall(r"put\s+`([^`]+ --)`\s+before\s+each\s+command", document_text)
     for command in (service, client):
-        assert re.search(rf"(^    |`){re.escape(command)}( {{2}}|`|$)", text, re.MULTILINE), command
+        assert re.search(rf"(^    |`){re.escape(command)}( {{2}}|`|$)", document_text, re.MULTILINE), command
     # The document names one fixed port. The case uses a free one.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
@@ -180,8 +180,8 @@ def test_tiers_program_prints_the_documented_output(tmp_path: Path) -> None:
 
 
 def test_tiers_configuration_is_valid(tmp_path: Path) -> None:
-    (text,) = read_blocks("tiers.md", "toml")
-    (tmp_path / "tiers.toml").write_text(text)
+    (configuration,) = read_blocks("tiers.md", "toml")
+    (tmp_path / "tiers.toml").write_text(configuration)
     command = [sys.executable, "-m", "gdrkit", "tiers", "status", "--config", "tiers.toml"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     # With a valid configuration, the command fails only at the check of the mounts, which are missing here.

@@ -26,5 +26,5 @@ def test_example_runs_on_the_twins(path: Path, tmp_path: Path) -> None:
     command = [*launcher, sys.executable, "-W", "error", str(path)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
-    # pytest's plug-ins leave hidden folders where a run begins.
+    # pytest's plug-ins leave hidden folders in the current folder.
     assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".")] == []

@@ -29,9 +29,9 @@ def vendor_machine_path(tmp_path: Path) -> str:
         program = shutil.which(name)
         if program:
             (tmp_path / name).symlink_to(program)
-    vendor = tmp_path / "ofed_info"
-    vendor.write_text("#!/bin/sh\n")
-    vendor.chmod(0o755)
+    vendor_program = tmp_path / "ofed_info"
+    vendor_program.write_text("#!/bin/sh\n")
+    vendor_program.chmod(0o755)
     return str(tmp_path)
 
 
@@ -55,10 +55,12 @@ def test_missing_tools_beside_a_vendor_stack_are_3(vendor_machine_path: str) -> 
 
 
 def test_readme_and_help_agree_on_exit_codes() -> None:
-    codes = dict(CODE_ROW.findall((PROJECT_ROOT / "README.md").read_text()))
-    assert list(codes) == ["0", "1", "2", "3", "4"]
+    meaning_by_code = dict(CODE_ROW.findall((PROJECT_ROOT / "README.md").read_text()))
+    assert list(meaning_by_code) == ["0", "1", "2", "3", "4"]
     command = [sys.executable, "-m", "gdrkit", "qualify", "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    one_line = " ".join(text.split())
-    missing = [f"{code} {meaning}" for code, meaning in codes.items() if f"{code} {meaning}" not in one_line]
-    assert not missing, text
+    help_text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    help_line = " ".join(help_text.split())
+    missing_rows = [
+        f"{code} {meaning}" for code, meaning in meaning_by_code.items() if f"{code} {meaning}" not in help_line
+    ]
+    assert not missing_rows, help_text

@@ -49,8 +49,8 @@ def test_wrong_usage_and_empty_folder_are_reported(tmp_path: Path) -> None:
 
 def test_output_and_exit_code_of_a_part_are_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('the output'); raise SystemExit(5)"]
-    code = run.run_limited(command, dict(os.environ), tmp_path, tmp_path / "log", 60.0)
-    assert (code, (tmp_path / "log").read_text()) == (5, "the output\n")
+    exit_code = run.run_limited(command, dict(os.environ), tmp_path, tmp_path / "log", 60.0)
+    assert (exit_code, (tmp_path / "log").read_text()) == (5, "the output\n")
 
 
 def test_part_that_hangs_is_killed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The distribution gdrkit-hf3fs: the names that programs for 3FS import, and its refusal beside the package of 3FS."""
+"""The distribution gdrkit-hf3fs: the names that programs for 3FS import, and its error beside the package of 3FS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gdrkit.units import KIB
 
 SOURCES = Path(__file__).resolve().parents[2] / "deploy" / "hf3fs"
 # The program makes the calls of SGLang's client: it creates rings, publishes memory, and then removes the names of the
-# memory. It does not import multiprocessing.shared_memory, like that client.
+# memory. Like that client, it does not import multiprocessing.shared_memory.
 PROGRAM = """
 import datetime, multiprocessing, os, subprocess, sys
 from hf3fs_fuse.io import deregister_fd, extract_mount_point, make_ioring, make_iovec, register_fd
@@ -67,7 +67,7 @@ def test_names_of_3fs_write_and_read_blocks(tmp_path: Path) -> None:
 
 def test_names_beside_the_native_module_are_refused(tmp_path: Path) -> None:
     shutil.copytree(SOURCES, tmp_path / "both", ignore=shutil.ignore_patterns("__pycache__"))
-    # The importer prefers a package to a module, as it prefers the native module of 3FS.
+    # Python imports a package rather than a module of the same name, and so it imports the native module of 3FS.
     (tmp_path / "both" / "hf3fs_py_usrbio").mkdir()
     (tmp_path / "both" / "hf3fs_py_usrbio" / "__init__.py").touch()
     result = run_python(tmp_path / "both", "-c", "import hf3fs_fuse.io")

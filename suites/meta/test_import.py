@@ -51,9 +51,11 @@ def test_import_loads_no_foreign_module() -> None:
     assert not {name.partition(".")[0] for name in import_in_child()["modules"]} & FOREIGN_MODULES
 
 
-@pytest.mark.parametrize("word", ["--version", "--help", "version"])
-def test_short_command_imports_only_light_packages(word: str) -> None:
-    result = subprocess.run([sys.executable, "-c", RUN_COMMAND, word], check=True, capture_output=True, text=True)
+@pytest.mark.parametrize("command_name", ["--version", "--help", "version"])
+def test_short_command_imports_only_light_packages(command_name: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", RUN_COMMAND, command_name], check=True, capture_output=True, text=True
+    )
     assert "gdrkit" in result.stdout
     interpreter = subprocess.run(
         [sys.executable, "-c", "import json, sys; print(json.dumps(sorted(sys.modules)))"],

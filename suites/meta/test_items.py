@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The number of items of each document. It changes only if an item is added or removed on purpose.
 ITEM_COUNTS = {"000": 37, "001": 86, "002": 49, "003": 35, "004": 75}
 
-PYTHON = """
+PYTHON_SOURCE = """
 LIMIT = 1
 class Cache:
     size: int = 0
@@ -22,8 +22,8 @@ class Cache:
 def test_helper(): ...
 """
 GUIDE = "# Guide\n\n## Which NIC, and why?\n"
-TREE = {
-    "gdrkit/cache.py": PYTHON,
+TREE_FILES = {
+    "gdrkit/cache.py": PYTHON_SOURCE,
     "native/cache.cpp": "// invalidate() is in cache.py.\nint lease_count() { return 0; }\n",
     "native/cache_test.cpp": "void test_lease() {}\nvoid test_unused() {}\nint main() { test_lease(); }\n",
     "suites/test_cache.py": "def test_lease():\n    ...\n",
@@ -45,8 +45,8 @@ def test_every_document_has_a_list() -> None:
 
 
 def test_findings_show_every_item() -> None:
-    beginnings = tuple(f"| {number} |" for number in ITEM_COUNTS)
-    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith(beginnings)]
+    row_prefixes = tuple(f"| {number} |" for number in ITEM_COUNTS)
+    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith(row_prefixes)]
     items = [(document.number, item) for document in DOCUMENTS for item in document.items]
     for row, (number, item) in zip(rows, items, strict=True):
         row_number, text, state, _code, _cases = row.removeprefix("| ").removesuffix(" |").split(" | ")
@@ -54,7 +54,7 @@ def test_findings_show_every_item() -> None:
 
 
 def find_problems_of(tmp_path: Path, *items: Item) -> list[str]:
-    for name, text in TREE.items():
+    for name, text in TREE_FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -29,15 +29,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TREE = Path(__file__).resolve().parents[2]
-OPERATORS = TREE / ".nox" / "mutants" / "bin" / "python"
+MUTMUT_PYTHON = TREE / ".nox" / "mutants" / "bin" / "python"
 # The module that these cases mutate.
-OUTCOME = "gdrkit/qualify/outcome.py"
+OUTCOME_FILE = "gdrkit/qualify/outcome.py"
 # A docstring of that module. No case can depend on it.
 DOCSTRING = '"""Return a failed outcome if cases that the profile requires did not run, else None."""'
-CASE = ("suites/qualify/test_outcome.py", "-k", "test_exit_code_follows_from_the_records")
+CASE_ARGUMENTS = ("suites/qualify/test_outcome.py", "-k", "test_exit_code_follows_from_the_records")
 
 
-def make_mutant_with(before: str, after: str, *, file: str = OUTCOME, cases: tuple[str, ...] = CASE) -> Mutant:
+def make_mutant_with(
+    before: str, after: str, *, file: str = OUTCOME_FILE, cases: tuple[str, ...] = CASE_ARGUMENTS
+) -> Mutant:
     return dataclasses.replace(make_mutant(Patch("by-hand", file, before, after), TREE), cases=cases)
 
 
@@ -56,7 +58,7 @@ def test_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
     (result,) = try_all_mutants([mutant], [worker], {})
     assert result.outcome is MutantOutcome.KILLED
     assert "test_outcome.py::test_exit_code_follows_from_the_records" in result.killed_by
-    assert (worker.tree / OUTCOME).read_text() == (TREE / OUTCOME).read_text()
+    assert (worker.tree / OUTCOME_FILE).read_text() == (TREE / OUTCOME_FILE).read_text()
 
 
 def test_mutant_that_no_case_asserts_survives(worker: Worker) -> None:
@@ -66,14 +68,14 @@ def test_mutant_that_no_case_asserts_survives(worker: Worker) -> None:
 
 
 def test_tree_in_use_is_not_changed(worker: Worker) -> None:
-    before = (TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns
+    state_before = (TREE / OUTCOME_FILE).read_bytes(), (TREE / OUTCOME_FILE).stat().st_mtime_ns
     try_all_mutants([make_mutant_with(DOCSTRING, '"""."""')], [worker], {})
-    assert before == ((TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns)
+    assert state_before == ((TREE / OUTCOME_FILE).read_bytes(), (TREE / OUTCOME_FILE).stat().st_mtime_ns)
 
 
 def test_baseline_that_fails_is_refused(worker: Worker) -> None:
-    broken = worker.tree / "suites" / "qualify" / "test_broken.py"
-    broken.write_text("def test_that_fails() -> None:\n    assert False\n")
+    broken_file = worker.tree / "suites" / "qualify" / "test_broken.py"
+    broken_file.write_text("def test_that_fails() -> None:\n    assert False\n")
     mutant = make_mutant_with(
         "    if failed_outcome is not None:\n        return failed_outcome\n",
         "",
@@ -83,11 +85,11 @@ def test_baseline_that_fails_is_refused(worker: Worker) -> None:
         with pytest.raises(BaselineFailed, match="test_that_fails"):
             try_all_mutants([mutant], [worker], {})
     finally:
-        broken.unlink()
+        broken_file.unlink()
 
 
 def test_baseline_without_cases_is_refused(worker: Worker) -> None:
-    mutant = make_mutant_with(DOCSTRING, '"""."""', cases=(*CASE[:2], "no_such_case"))
+    mutant = make_mutant_with(DOCSTRING, '"""."""', cases=(*CASE_ARGUMENTS[:2], "no_such_case"))
     with pytest.raises(BaselineFailed):
         try_all_mutants([mutant], [worker], {})
 
@@ -123,7 +125,7 @@ def test_equivalent_mutant_is_not_run() -> None:
 def test_seed_gives_the_same_sample_twice() -> None:
     modules = {"outcome": MODULES["outcome"], "requests": MODULES["requests"]}
     first_sample, second_sample, sample_of_another_seed = (
-        draw_mutants(OPERATORS, TREE, modules, seed=seed, count=10) for seed in ("1", "1", "2")
+        draw_mutants(MUTMUT_PYTHON, TREE, modules, seed=seed, count=10) for seed in ("1", "1", "2")
     )
     assert first_sample == second_sample
     assert len(first_sample) == 10
@@ -190,8 +192,8 @@ def test_retry_runs_only_mutants_that_were_not_killed(tmp_path: Path) -> None:
     write_records(path, earlier_results, seed="1", command="x", duration_s=9.0)
     kills = read_recorded_kills(path, [killed_mutant, survivor])
     # Without a worker, no case can run.
-    (retried,) = try_all_mutants([killed_mutant], [], {}, kills)
-    assert dataclasses.replace(retried, note="") == earlier_results[0]
+    (retried_result,) = try_all_mutants([killed_mutant], [], {}, kills)
+    assert dataclasses.replace(retried_result, note="") == earlier_results[0]
     assert kills.keys() == {killed_mutant.content}
     changed_mutant = dataclasses.replace(killed_mutant, after="other lines")
     assert not read_recorded_kills(path, [changed_mutant])

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from automation.commands import ROOT
-from automation.gdrkit_commands import cases
+from automation.gdrkit_commands import add_default_cases
 
 SESSIONS = pytest.mark.parametrize("session", ["bench", "direct", "suites"])
 DEFAULT_CASES = ["suites", "--ignore=suites/meta"]
@@ -18,7 +18,7 @@ OPTIONS = ["-k", "readmes", "--ignore", "docs"]
 
 @pytest.mark.parametrize("options", [[], OPTIONS, ["--ignore=suites/rdma", "--records", "."]])
 def test_default_cases_are_added_if_none_are_named(options: list[str]) -> None:
-    assert cases(options, *DEFAULT_CASES) == [*DEFAULT_CASES, *options]
+    assert add_default_cases(options, *DEFAULT_CASES) == [*DEFAULT_CASES, *options]
 
 
 NAMED_CASES = [
@@ -32,7 +32,7 @@ NAMED_CASES = [
 @pytest.mark.parametrize("named", NAMED_CASES)
 def test_named_cases_replace_the_default(named: str) -> None:
     for arguments in ([named], [*OPTIONS, named], [named, *OPTIONS]):
-        assert cases(arguments, *DEFAULT_CASES) == arguments
+        assert add_default_cases(arguments, *DEFAULT_CASES) == arguments
 
 
 def run_collection(session: str, *arguments: str) -> int:

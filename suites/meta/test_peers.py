@@ -119,17 +119,17 @@ def test_names_of_programs_are_unique() -> None:
 
 
 def test_what_only_the_kernel_can_do_is_a_defect_of_the_twin(tmp_path: Path) -> None:
-    twin, kernel = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
+    twin_file, kernel_file = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
     failed_record = make_record(Verdict.FAIL, case="peers::kernel only", reasons=(CaseReason(text="a reason"),))
     tests = {"tests.a": "pass", "tests.b": "skip: unsupported"}
     for path, record, outcomes in (
-        (twin, failed_record, tests),
-        (kernel, make_record(case="peers::kernel only"), {**tests, "tests.b": "pass"}),
+        (twin_file, failed_record, tests),
+        (kernel_file, make_record(case="peers::kernel only"), {**tests, "tests.b": "pass"}),
     ):
         append_record(path, make_record(case="peers::both"))
         append_record(path, record)
         append_record(path, make_record(case="peers::rdma-core's tests", evidence={"tests": outcomes}))
-    differences = compare(twin, kernel)
+    differences = compare(twin_file, kernel_file)
     assert differences == [
         Difference("kernel only", "a reason", "pass"),
         Difference("tests.b", "skip: unsupported", "pass"),
@@ -138,16 +138,16 @@ def test_what_only_the_kernel_can_do_is_a_defect_of_the_twin(tmp_path: Path) -> 
 
 
 def test_case_of_cuda_python_counts_only_without_kernels(tmp_path: Path) -> None:
-    """Cases with kernels, a compiler or the static runtime are left out, also if only the twin shows that."""
-    hidden = "fail: call: nvrtc is hidden, so that no case compiles"
-    runtime = "fail: call: CUDAError: cudaErrorNotSupported: ..."
+    """A case that needs kernels, a compiler or the static runtime does not count, even if only the twin shows it."""
+    compiler_failure = "fail: call: nvrtc is hidden, so that no case compiles"
+    runtime_failure = "fail: call: CUDAError: cudaErrorNotSupported: ..."
     gpu_and_twin = {
         "m.py::both": ("pass", "pass", []),
         "m.py::twin_fails": ("pass", "fail: call: CUDA_ERROR_NOT_SUPPORTED", []),
         "m.py::twin_skips": ("pass", "skip: no such device", []),
         "m.py::kernel": ("pass", "pass", ["kernels"]),
-        "m.py::compiles": ("pass", hidden, []),
-        "m.py::runtime": ("pass", runtime, []),
+        "m.py::compiles": ("pass", compiler_failure, []),
+        "m.py::runtime": ("pass", runtime_failure, []),
         "m.py::gpu_fails": ("fail: call: 1", "fail: call: 2", []),
         "m.py::one_gpu": ("skip: two GPUs", "pass", []),
     }
@@ -166,9 +166,13 @@ def test_module_of_cuda_python_goes_on_after_a_crash(tmp_path: Path) -> None:
     """A process that ends as after a timeout is started again, and Device.sync() counts as the static runtime."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     module = tmp_path / "test_cases.py"
-    ending, syncing, last = "def test_a(): os._exit(1)", "def test_b(): device.sync()", "def test_c(): stream.sync()"
+    crashing_case, syncing_case, last_case = (
+        "def test_a(): os._exit(1)",
+        "def test_b(): device.sync()",
+        "def test_c(): stream.sync()",
+    )
     imports = "import os\nfrom types import SimpleNamespace\ndevice = stream = SimpleNamespace(sync=int)"
-    module.write_text(f"{imports}\n{ending}\n{syncing}\n{last}\n")
+    module.write_text(f"{imports}\n{crashing_case}\n{syncing_case}\n{last_case}\n")
     lines = run_cuda_python_module(tmp_path, module, tmp_path / "results.jsonl")
     cases = {line["test"].partition("::")[2]: (line["outcome"], line["needs"]) for line in lines}
     assert cases == {"test_a": ("crash", []), "test_b": ("pass", ["static runtime"]), "test_c": ("pass", [])}
@@ -200,12 +204,12 @@ def test_only_a_skipped_test_with_a_source_is_no_defect(test: str, twin: str, *,
 
 
 def test_kernel_that_ran_no_tests_of_rdma_core_is_an_error(tmp_path: Path) -> None:
-    twin, kernel = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
+    twin_file, kernel_file = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
     name = "peers::rdma-core's tests"
-    append_record(twin, make_record(case=name, evidence={"tests": {"tests.a": "pass"}}))
-    append_record(kernel, make_record(Verdict.FAIL, case=name, evidence={"tests": {}, "output": "ImportError"}))
+    append_record(twin_file, make_record(case=name, evidence={"tests": {"tests.a": "pass"}}))
+    append_record(kernel_file, make_record(Verdict.FAIL, case=name, evidence={"tests": {}, "output": "ImportError"}))
     with pytest.raises(LabError, match=r"did not run on the kernel of kernel\.jsonl: ImportError"):
-        compare(twin, kernel)
+        compare(twin_file, kernel_file)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ def test_suites_readme_lists_the_qualification_cases() -> None:
     command = [sys.executable, "-m", "pytest", str(SUITES), f"--ignore={SUITES / 'meta'}", "-m", "qualify"]
     collection = subprocess.run([*command, "--collect-only", "-q"], check=True, capture_output=True, text=True)
     cases = {line.partition("[")[0] for line in collection.stdout.splitlines() if "::" in line}
-    listed = set(re.findall(r"^- `(\S+::\S+)`$", (SUITES / "README.md").read_text(), re.MULTILINE))
+    listed_cases = set(re.findall(r"^- `(\S+::\S+)`$", (SUITES / "README.md").read_text(), re.MULTILINE))
     assert len(cases) >= CASES_MIN
-    assert listed == cases
+    assert listed_cases == cases
 
 
 def test_suites_readme_lists_the_folders() -> None:
     folders = {path.name for path in SUITES.iterdir() if path.name != "__pycache__" and any(path.glob("*.*"))}
-    listed = set(re.findall(r"^\| `(\w+)/` \|", (SUITES / "README.md").read_text(), re.MULTILINE))
-    assert listed == folders
+    listed_folders = set(re.findall(r"^\| `(\w+)/` \|", (SUITES / "README.md").read_text(), re.MULTILINE))
+    assert listed_folders == folders

@@ -16,13 +16,13 @@ import pytest
 
 from automation.site import flowchart, reference, stage
 from automation.site.examples import list_all_programs, map_names_to_programs
-from automation.site.snippets import ROOT, guides
+from automation.site.snippets import ROOT, list_guides
 from gdrkit import errors
 from gdrkit.cufile import Cause
 from gdrkit.inventory import RULES
 
 PAGES = reference.make_api_pages({})
-# These public names have no example. The reason is in the table.
+# The public names that have no example, each with the reason.
 WITHOUT_EXAMPLE: dict[str, str] = tomllib.loads((Path(__file__).parent / "without_example.toml").read_text())
 
 
@@ -64,29 +64,29 @@ def test_public_class_or_function_has_a_docstring() -> None:
     assert undocumented == ["gdrkit.usrbio.ioring", "gdrkit.usrbio.iovec"]
 
 
-def needs_an_example(value: object) -> bool:
-    """Return whether programs call this object. Results, enumerations, protocols and errors are not called by them."""
-    if not inspect.isclass(value):
-        return inspect.isroutine(value)
-    is_value = dataclasses.is_dataclass(value) or issubclass(value, tuple | enum.Enum | BaseException)
-    return not (is_value or getattr(value, "_is_protocol", False))
+def needs_an_example(public_object: object) -> bool:
+    """Return whether programs call this object. They do not call results, enumerations, protocols and errors."""
+    if not inspect.isclass(public_object):
+        return inspect.isroutine(public_object)
+    is_value = dataclasses.is_dataclass(public_object) or issubclass(public_object, tuple | enum.Enum | BaseException)
+    return not (is_value or getattr(public_object, "_is_protocol", False))
 
 
 def test_name_that_programs_call_has_an_example() -> None:
     programs = map_names_to_programs(list_all_programs())
-    missing = {
+    names_without_example = {
         f"{module_name}.{name}"
         for module_name, module in reference.list_public_modules().items()
         for name in module.__all__
         if needs_an_example(getattr(module, name)) and not programs[f"{module_name}.{name}"]
     }
-    assert missing == set(WITHOUT_EXAMPLE)
+    assert names_without_example == set(WITHOUT_EXAMPLE)
 
 
 @pytest.mark.parametrize("name", ["gdrkit qualify", "gdrkit tiers migrate"])
 def test_page_of_commands_has_the_printed_help(name: str) -> None:
     command = [sys.executable, "-m", *name.split(), "--help"]
-    printed = subprocess.run(
+    printed_help = subprocess.run(
         command, env={"COLUMNS": "100", "PATH": "/usr/bin"}, capture_output=True, text=True, check=True
     ).stdout
     section = re.search(
@@ -94,19 +94,19 @@ def test_page_of_commands_has_the_printed_help(name: str) -> None:
     )
     assert section is not None
     # The texts differ in the name of the program, and may differ in line breaks.
-    assert "".join(section[1].split()) == "".join(printed.replace("python -m gdrkit", "gdrkit").split())
+    assert "".join(section[1].split()) == "".join(printed_help.replace("python -m gdrkit", "gdrkit").split())
 
 
 def test_page_of_errors_has_every_class_and_reason() -> None:
     page = reference.make_errors_page()
     classes = [name for name in errors.__all__ if name not in {"Api", "Reason", "errno_name", "GdrkitWarning"}]
     assert [name for name in classes if f"[{name}](" not in page] == []
-    assert [reason.name for reason, meaning in reference.reasons().items() if not meaning] == []
+    assert [reason.name for reason, meaning in reference.read_reason_meanings().items() if not meaning] == []
 
 
 def test_every_guide_is_in_the_navigation() -> None:
-    listed_pages = {name for names in stage.navigation().values() for name in names}
-    documents = {path.relative_to(ROOT).as_posix() for path in guides() if path.parent == ROOT / "docs"}
+    listed_pages = {name for names in stage.read_navigation().values() for name in names}
+    documents = {path.relative_to(ROOT).as_posix() for path in list_guides() if path.parent == ROOT / "docs"}
     documents |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "tutorial").glob("*.md")}
     assert documents - {"docs/README.md"} - listed_pages == set()
     assert [name for name in listed_pages if not (ROOT / name).is_file() and "/reference/" not in name] == []

@@ -28,10 +28,12 @@ def test_debug_symbols_are_split_by_build_id(tmp_path: Path) -> None:
     (library.parent / "not_elf.py").write_text("x = 1\n")
     notes = subprocess.run(["readelf", "-n", str(LIBRARY)], capture_output=True, text=True, check=True).stdout
     build_id = notes.split("Build ID: ")[1].split()[0]
-    debug = release.split_debug(tmp_path / "wheel", tmp_path / "debug", release.ARCHITECTURES["x86_64"])
-    assert debug is not None
-    assert [path.relative_to(debug) for path in debug.rglob("*.debug")] == [Path(build_id[:2], f"{build_id[2:]}.debug")]
-    assert ".debug_info" in read_sections(next(debug.rglob("*.debug")))
+    debug_folder = release.split_debug(tmp_path / "wheel", tmp_path / "debug", release.ARCHITECTURES["x86_64"])
+    assert debug_folder is not None
+    assert [path.relative_to(debug_folder) for path in debug_folder.rglob("*.debug")] == [
+        Path(build_id[:2], f"{build_id[2:]}.debug")
+    ]
+    assert ".debug_info" in read_sections(next(debug_folder.rglob("*.debug")))
     assert ".debug_info" not in read_sections(library)
     # A record identifies the library by its build id, so the note with the build id must remain.
     assert "note.gnu.build-id" in read_sections(library)

@@ -25,9 +25,9 @@ def test_sample_is_one_small_self_contained_file() -> None:
 def test_every_record_of_the_sample_exists() -> None:
     references = set(re.findall(r"<dt>record</dt><dd><code>([\w.-]+\.jsonl):(\d+)</code>", SAMPLE.read_text()))
     assert len(references) > 50
-    records = PROJECT_ROOT / "reports" / "baselines" / "h200-1"
-    lines = {path.name: len(path.read_text().splitlines()) for path in records.glob("*.jsonl")}
-    assert [name for name, number in references if int(number) > lines.get(name, 0)] == []
+    records_folder = PROJECT_ROOT / "reports" / "baselines" / "h200-1"
+    line_counts = {path.name: len(path.read_text().splitlines()) for path in records_folder.glob("*.jsonl")}
+    assert [name for name, number in references if int(number) > line_counts.get(name, 0)] == []
 
 
 def test_sample_shows_the_host_if_its_facts_exist() -> None:

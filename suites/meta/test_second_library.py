@@ -55,21 +55,23 @@ with AgentProcess(mount) as agent:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Path of the usrbio client library without the GPU extension (CMake: ENABLE_GDR=OFF), built without CMake."""
     path = tmp_path_factory.mktemp("second") / "libhf3fs_api_shared.so"
-    native = PROJECT_ROOT / "native"
-    sources = sorted(map(str, [*native.glob("usrbio/client/*.cpp"), *native.glob("usrbio/ring/*.cpp")]))
+    native_folder = PROJECT_ROOT / "native"
+    sources = sorted(map(str, [*native_folder.glob("usrbio/client/*.cpp"), *native_folder.glob("usrbio/ring/*.cpp")]))
     options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", '-DGDRKIT_VERSION="second"']
-    include = [f"-I{native}", f"-I{native / 'usrbio' / 'include'}"]
-    subprocess.run(["c++", *options, *include, *sources, "-o", str(path), "-lpthread", "-lrt", "-ldl"], check=True)
+    include_options = [f"-I{native_folder}", f"-I{native_folder / 'usrbio' / 'include'}"]
+    subprocess.run(
+        ["c++", *options, *include_options, *sources, "-o", str(path), "-lpthread", "-lrt", "-ldl"], check=True
+    )
     return path
 
 
 def test_binding_works_without_the_gpu_extension(library: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--"]
     command = [*launcher, sys.executable, "-c", PROGRAM, str(tmp_path)]
-    path = os.pathsep.join([str(PROJECT_ROOT / "suites"), *filter(None, sys.path)])
+    python_path = os.pathsep.join([str(PROJECT_ROOT / "suites"), *filter(None, sys.path)])
     result = subprocess.run(
         command,
-        env=os.environ | {"GDRKIT_USRBIO_LIBRARY": str(library), "PYTHONPATH": path},
+        env=os.environ | {"GDRKIT_USRBIO_LIBRARY": str(library), "PYTHONPATH": python_path},
         capture_output=True,
         text=True,
         check=False,

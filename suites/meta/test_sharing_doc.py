@@ -1,4 +1,4 @@
-"""docs/sharing.md contains the tables of the code."""
+"""docs/sharing.md has the tables of the code: the layout of a handle, and the memory that CUDA exports."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PARTS = {
 def make_layout_table() -> str:
     lines = ["| offset | bytes | field | value |", "|---|---|---|---|"]
     for field in LAYOUT:
-        size = struct.calcsize(f"<{field.code}")
-        lines.append(f"| {field.offset_bytes} | {size} | {field.name} | {field.meaning} |")
+        size_bytes = struct.calcsize(f"<{field.code}")
+        lines.append(f"| {field.offset_bytes} | {size_bytes} | {field.name} | {field.meaning} |")
     return "\n".join(lines)
 
 
@@ -41,8 +41,8 @@ def make_export_table() -> str:
             cells.append(RESULTS[rows[0].status] if rows else "has no chunks")
         lines.append(f"| {memory.value} | {' | '.join(cells)} |")
     lines += ["", "| dma-buf of cuMemAlloc memory | |", "|---|---|"]
-    parts = [row for row in EXPORTS if row.memory is MemoryKind.CUDA and row.part != "whole"]
-    lines += [f"| {PARTS[row.part]} | {RESULTS[row.status]} |" for row in parts]
+    part_rows = [row for row in EXPORTS if row.memory is MemoryKind.CUDA and row.part != "whole"]
+    lines += [f"| {PARTS[row.part]} | {RESULTS[row.status]} |" for row in part_rows]
     return "\n".join(lines)
 
 
@@ -53,8 +53,8 @@ def test_document_has_the_table_of_the_code(table: object) -> None:
 
 
 def test_layout_has_no_gap() -> None:
-    end = 0
+    end_bytes = 0
     for field in LAYOUT:
-        assert field.offset_bytes == end
-        end += struct.calcsize(f"<{field.code}")
-    assert end == SHARE_HANDLE_BYTES
+        assert field.offset_bytes == end_bytes
+        end_bytes += struct.calcsize(f"<{field.code}")
+    assert end_bytes == SHARE_HANDLE_BYTES

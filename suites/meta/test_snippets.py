@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from automation.site.snippets import ROOT, Snippet, find_used_names, guides, snippets
+from automation.site.snippets import ROOT, Snippet, find_snippets, find_used_names, list_guides
 from gdrkit.inventory import load_profile
 from gdrkit.launch import APIS_WITH_TWINS, Launch, environment
 
 if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
-# The third chapter runs two qualifications, a check and the doctor.
+# The third chapter of the tutorial runs two qualifications, a check and the doctor, which takes minutes.
 pytestmark = pytest.mark.timeout(600)
 TABLE: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "snippets.toml").read_text())
-SNIPPETS = [snippet for path in guides() for snippet in snippets(path)]
+SNIPPETS = [snippet for path in list_guides() for snippet in find_snippets(path)]
 CHAPTERS = sorted({snippet.document for snippet in SNIPPETS if "/tutorial/" in snippet.document})
 # A command that begins with one of these texts is a service. It runs until it is terminated.
 SERVICES = ("gdrkit serve", "gdrkit agent", "gdrkit tiers run")
@@ -96,7 +96,7 @@ def select_snippets(kind: str) -> list[Snippet]:
 
 
 def make_twin_environment(folder: Path) -> dict[str, str]:
-    """Return the variables of a command on the twins, isolated from all but the other commands of this case."""
+    """Return the variables of a command on the twins. These twins can reach only the twins of this case."""
     environ = environment(Launch(twin_apis=APIS_WITH_TWINS, isolated=True))
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     tiers = {"GDRKIT_TIERS": "nvme=fast ssd=medium hdd=slow", "GDRKIT_TIERS_CATALOGUE": str(folder / "catalogue")}
@@ -118,8 +118,10 @@ def run_command(line: str, folder: Path, environ: dict[str, str]) -> str:
     result = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=200
     )
-    codes = next((codes for command, codes in CODES_BY_COMMAND.items() if line.startswith(command)), {0})
-    assert result.returncode in codes, f"{line}\n{result.stdout}{result.stderr}"
+    allowed_codes = next(
+        (allowed_codes for command, allowed_codes in CODES_BY_COMMAND.items() if line.startswith(command)), {0}
+    )
+    assert result.returncode in allowed_codes, f"{line}\n{result.stdout}{result.stderr}"
     return result.stdout
 
 
@@ -170,7 +172,7 @@ def test_named_session_exists() -> None:
     named_sessions = {
         find_entry(snippet).split()[1] for snippet in SNIPPETS if find_entry(snippet).startswith("session ")
     }
-    for path in guides():
+    for path in list_guides():
         named_sessions |= set(re.findall(r"nox -s (\w+)", path.read_text()))
     assert named_sessions <= sessions
 
@@ -232,11 +234,11 @@ def test_part_of_a_program_runs(snippet: Snippet, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", CHAPTERS)
 def test_chapter_of_the_tutorial_works(document: str, tmp_path: Path) -> None:
-    """Run the programs and commands of a chapter in order. Each block of text must end the output before it."""
+    """Run the programs and commands of a chapter in order. The output must end with the block of text that follows."""
     environ = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     file_names = iter(re.findall(r"\bIn `([\w.]+)`:", (ROOT / document).read_text()))
     output = ""
-    for snippet in snippets(ROOT / document):
+    for snippet in find_snippets(ROOT / document):
         if find_entry(snippet) != "tutorial":
             continue
         if snippet.language == "python" or snippet.text.startswith("gdrkit-faults"):
@@ -255,9 +257,9 @@ def remove_numbers(lines: list[str]) -> list[str]:
 
 
 def test_expectation_of_the_document_is_valid(tmp_path: Path) -> None:
-    (text,) = (snippet.text for snippet in SNIPPETS if snippet.text.startswith("[[expected]]"))
+    (expectation,) = (snippet.text for snippet in SNIPPETS if snippet.text.startswith("[[expected]]"))
     profile = 'schema_version = 1\nname = "example"\nabout = "an example"\n'
-    (tmp_path / "example.toml").write_text(profile + text)
+    (tmp_path / "example.toml").write_text(profile + expectation)
     (expected,) = load_profile("example", folder=tmp_path).expected
     assert (expected.value, expected.tolerance_percent) == (55.3, 10)
 

@@ -36,8 +36,8 @@ def test_changelog_has_the_version() -> None:
 def test_local_build_tools_include_those_of_pip() -> None:
     source = (PROJECT_ROOT / "automation" / "builds.py").read_text()
     (tools,) = re.findall(r"^BUILD_REQUIREMENTS = (\(.*\))$", source, re.MULTILINE)
-    required = {tool for pyproject in PYPROJECTS for tool in pyproject["build-system"]["requires"]}
-    assert required <= set(ast.literal_eval(tools))
+    required_tools = {tool for pyproject in PYPROJECTS for tool in pyproject["build-system"]["requires"]}
+    assert required_tools <= set(ast.literal_eval(tools))
 
 
 def test_ci_runs_every_python_of_the_metadata() -> None:

@@ -48,9 +48,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("empty")
     run_successfully([sys.executable, "-m", "virtualenv", "--quiet", str(folder / "venv")], folder)
     # pip accepts a file with extras only in this form.
-    product = f"gdrkit[qualify,software] @ {wheel.as_uri()}"
+    requirement = f"gdrkit[qualify,software] @ {wheel.as_uri()}"
     find_links = ["--find-links", str(WHEELS)]
-    run_successfully([str(folder / "venv" / "bin" / "pip"), "install", "--quiet", *find_links, product], folder)
+    run_successfully([str(folder / "venv" / "bin" / "pip"), "install", "--quiet", *find_links, requirement], folder)
     return folder / "venv" / "bin"
 
 
@@ -73,9 +73,9 @@ def test_wheel_has_exactly_the_native_parts_of_this_tree(wheel: Path) -> None:
     files = [
         path.relative_to(PROJECT_ROOT).as_posix() for path in (PROJECT_ROOT / "gdrkit").rglob("*") if path.is_file()
     ]
-    built = set(filter(is_native_part, files))
-    assert built
-    assert set(filter(is_native_part, zipfile.ZipFile(wheel).namelist())) == built
+    built_parts = set(filter(is_native_part, files))
+    assert built_parts
+    assert set(filter(is_native_part, zipfile.ZipFile(wheel).namelist())) == built_parts
 
 
 def test_wheel_runs_programs_on_the_twins(environment: Path, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ class Application:
 
 
 def _free_idle_memory() -> None:
-    """Free the pooled memory of closed iovs. While the library has such memory, it stays connected to the agent."""
+    """Free the pooled memory of closed iovs. The library stays connected to the agent while the pool has memory."""
     with contextlib.suppress(usrbio.UsrbioUnsupported):
         usrbio.trim_host_pool()
 

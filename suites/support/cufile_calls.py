@@ -72,7 +72,7 @@ class ScenarioSetup:
     Attributes
     ----------
     empty_write_count : int
-        Number of asynchronous writes that completed with 0 bytes before the last one.
+        Number of asynchronous writes that completed with 0 bytes and were repeated.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -146,8 +146,8 @@ def _readv(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
         cufile.BufferRange(setup.memory, 0, RANGE_BYTES),
     ]
     moved_bytes = handle.readv(ranges)
-    is_first_range_right = setup.has_file_data(RANGE_BYTES, offset_bytes=FILE_BYTES - RANGE_BYTES)
-    return moved_bytes, is_first_range_right and setup.has_file_data(RANGE_BYTES, file_offset_bytes=RANGE_BYTES)
+    has_first_range = setup.has_file_data(RANGE_BYTES, offset_bytes=FILE_BYTES - RANGE_BYTES)
+    return moved_bytes, has_first_range and setup.has_file_data(RANGE_BYTES, file_offset_bytes=RANGE_BYTES)
 
 
 def _writev(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:

@@ -42,7 +42,7 @@ __all__ = ["SCENARIOS", "main"]
 
 
 def every_call(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Make each call of the arguments once.
+    """Make each call that the arguments name once.
 
     Return for each call the number of bytes, whether the data is right, and the proof of its route.
     """
@@ -105,7 +105,7 @@ def one_read(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def bad_input(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Make calls with invalid arguments, and a valid one after them."""
+    """Make calls with invalid arguments, and then a valid call."""
     setup = ScenarioSetup(arguments)
     memory, driver = setup.memory, setup.driver
     folder_fd = os.open(setup.path.parent, os.O_RDONLY)
@@ -269,18 +269,18 @@ def several_streams(arguments: dict[str, Any]) -> dict[str, Any]:
                 streams[index], setup.memory, file_offset_bytes=offset, offset_bytes=offset, length_bytes=part_bytes
             )
 
-        pending = []
+        pending_reads = []
         for index in range(4):
             try:
-                pending.append(queue_read(index))
+                pending_reads.append(queue_read(index))
             except UsageError as error:
                 refusals.append(error_to_json(error))
                 streams[index - 1].synchronize()
-                pending.append(queue_read(index))
+                pending_reads.append(queue_read(index))
         for stream in streams:
             stream.synchronize()
         result = {
-            "bytes": [transfer.bytes() for transfer in pending],
+            "bytes": [transfer.bytes() for transfer in pending_reads],
             "is_expected": setup.has_file_data(FILE_BYTES),
             "refusals": refusals,
             "address": setup.memory.address,
@@ -291,7 +291,7 @@ def several_streams(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def driver_opens(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Set the flags of the arguments, and open the driver."""
+    """Set the flags that the arguments name, and open the driver."""
     for name, value in arguments["flags"].items():
         parameters.set_flag(parameters.Flag[name], value)
     return call_to_json(lambda: cufile.Driver(timeout_s=None))
@@ -318,7 +318,7 @@ def batch_stall(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_kvikio(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Read and write by kvikio in each compatibility mode of the arguments."""
+    """Read and write by kvikio in each compatibility mode that the arguments name."""
     from gdrkit.cufile import _kvikio
 
     setup = ScenarioSetup(arguments)
@@ -345,11 +345,15 @@ def by_kvikio(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def driver_twice(arguments: dict[str, Any]) -> dict[str, Any]:
     """Open the driver twice, and close it twice."""
-    with cufile.Driver(timeout_s=None) as first:
+    with cufile.Driver(timeout_s=None) as first_driver:
         with cufile.Driver(timeout_s=None):
-            both_count = first.use_count()
-        one_count = first.use_count()
-    return {"while_both_open": both_count, "while_one_open": one_count, "version": cufile.library_version()}
+            count_while_both_open = first_driver.use_count()
+        count_while_one_open = first_driver.use_count()
+    return {
+        "while_both_open": count_while_both_open,
+        "while_one_open": count_while_one_open,
+        "version": cufile.library_version(),
+    }
 
 
 SCENARIOS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

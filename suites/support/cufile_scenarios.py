@@ -85,9 +85,9 @@ class ScenarioRunner:
         return _results[key][0]
 
     def run_with_udev_unchanged(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Run a scenario without a change of udev's database, and return the result of the scenario."""
+        """Run a scenario with udev's database as it is, and return the result of the scenario."""
         with tempfile.TemporaryFile() as result_file:
-            faults = {} if self.plan_path is None else {"GDRKIT_TWINS_FAULTS": str(self.plan_path)}
+            fault_variables = {} if self.plan_path is None else {"GDRKIT_TWINS_FAULTS": str(self.plan_path)}
             arguments = {"path": str(self.path), "seed": self.seed, "result_fd": result_file.fileno(), **arguments}
             completed = subprocess.run(
                 [sys.executable, self.program, scenario],
@@ -99,7 +99,7 @@ class ScenarioRunner:
                     "GDRKIT_TWINS_UDEV": "0",
                     **suites_environ(),
                     **self.environ,
-                    **faults,
+                    **fault_variables,
                 },
                 pass_fds=[result_file.fileno()],
                 capture_output=True,
@@ -108,9 +108,9 @@ class ScenarioRunner:
                 check=False,
             )
             result_file.seek(0)
-            text = result_file.read()
+            result_json = result_file.read()
         assert completed.returncode == 0, f"{scenario} ended with exit code {completed.returncode}: {completed.stderr}"
-        result: dict[str, Any] = json.loads(text)
+        result: dict[str, Any] = json.loads(result_json)
         libraries = serialization.from_json_data(tuple[LoadedLibrary, ...], result.pop("libraries"))
         self.case.peers.append((scenario, libraries))
         return result
@@ -122,9 +122,9 @@ class ScenarioRunner:
 
     def with_faults(self, folder: Path, *rules: str) -> ScenarioRunner:
         """Write a fault plan with these rules to the folder, and return a runner whose child processes use it."""
-        path = folder / "plan"
-        path.write_text("\n".join(["gdrkit-faults 1", *rules]) + "\n", encoding="utf-8")
-        return replace(self, plan_path=path, rules=rules)
+        plan_path = folder / "plan"
+        plan_path.write_text("\n".join(["gdrkit-faults 1", *rules]) + "\n", encoding="utf-8")
+        return replace(self, plan_path=plan_path, rules=rules)
 
     def with_environ(self, **environ: str) -> ScenarioRunner:
         """Return a runner with additional environment variables."""

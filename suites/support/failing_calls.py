@@ -23,7 +23,7 @@ STRACE: Need = host.program("strace", "-qq", "-o", "/dev/null", "echo", "allowed
 
 @contextlib.contextmanager
 def fail_next_call(process_id: int, call: str, error: str) -> Iterator[None]:
-    """Make the next system call `call` of the process fail with `error`. Leave the block when the call has failed."""
+    """Make the next system call `call` of a process fail with `error`. The block ends after this failure."""
     options = ["-e", f"trace={call}", "-e", f"inject={call}:error={error}:when=1"]
     command = ["strace", "-f", *options, "-p", str(process_id)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:

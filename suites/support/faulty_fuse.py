@@ -1,4 +1,4 @@
-"""A FUSE file system for cases about disk errors: a folder serves its requests, except for requests that must fail.
+"""A FUSE file system for cases about disk errors. A folder has its files, and chosen requests fail.
 
 A case uses :class:`FaultyMount`, which runs this file as a program: ``python faulty_fuse.py MOUNT FOLDER FAULTS``
 mounts the file system on MOUNT, prints ``ready``, and ends after the unmount.
@@ -30,20 +30,20 @@ __all__ = ["WRONG_DATA", "FaultyMount", "main"]
 
 # With this number instead of an errno in FAULTS, a write succeeds but writes wrong data.
 WRONG_DATA = -1
-# RENAME_NOREPLACE of renameat2(2).
-_NOREPLACE = 1
+# Flag of renameat2(2).
+_RENAME_NOREPLACE = 1
 _END_TIMEOUT_S = 30
 
 
 class FaultyOperations:
-    """The operations of the file system, by the names of libfuse.
+    """The operations of the file system, named as in libfuse.
 
     Each operation makes the system call of the same name in the `backing_folder`, unless FAULTS names the operation.
     """
 
-    def __init__(self, backing_folder: Path, faults: Path) -> None:
+    def __init__(self, backing_folder: Path, faults_file: Path) -> None:
         self._backing_folder = str(backing_folder)
-        self._faults = faults
+        self._faults_file = faults_file
         self._directory_paths: dict[int, str] = {}
         self._lock = threading.Lock()
         for name in dir(self):
@@ -76,7 +76,7 @@ class FaultyOperations:
         Path(self._path(path)).unlink()
 
     def rename(self, path: str, new_path: str, flags: int = 0) -> None:
-        if flags & _NOREPLACE:
+        if flags & _RENAME_NOREPLACE:
             rename_new(self._path(path), self._path(new_path), folder=-1, new_folder=-1)
         else:
             Path(self._path(path)).rename(self._path(new_path))
@@ -125,7 +125,7 @@ class FaultyOperations:
         """Return a function that calls the method, unless FAULTS has a line for the request `name`."""
 
         def serve_or_fail(*arguments: object) -> object:
-            for line in self._faults.read_text().splitlines():
+            for line in self._faults_file.read_text().splitlines():
                 request, error_number = line.split()
                 if request == name and int(error_number) == WRONG_DATA:
                     path, data, *later_arguments = arguments
@@ -153,24 +153,24 @@ class FaultyMount:
     """
 
     def __init__(self, root: Path) -> None:
-        self.mount, self.backing_folder, self._faults = root / "mount", root / "backing", root / "faults"
+        self.mount, self.backing_folder, self._faults_file = root / "mount", root / "backing", root / "faults"
         root.mkdir()
         for folder in (self.mount, self.backing_folder):
             folder.mkdir()
-        self._faults.touch()
+        self._faults_file.touch()
 
     def set_faults(self, **requests: int) -> None:
         """Make these requests fail with these errnos from now on. All other requests succeed again."""
-        text = "".join(f"{name} {error_number}\n" for name, error_number in requests.items())
-        new_file = self._faults.with_suffix(".new")
-        new_file.write_text(text)
-        new_file.replace(self._faults)
+        lines = "".join(f"{name} {error_number}\n" for name, error_number in requests.items())
+        new_file = self._faults_file.with_suffix(".new")
+        new_file.write_text(lines)
+        new_file.replace(self._faults_file)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the file system, so that requests wait until the end of the block, as with a disk that hangs."""
         self._process.send_signal(signal.SIGSTOP)
-        # A signal only begins to stop a process. Its threads answer requests until the last one has stopped.
+        # The signal does not stop all threads at once. A thread answers requests until it has stopped.
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
         try:
             yield
@@ -178,7 +178,7 @@ class FaultyMount:
             self._process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
-        command = [sys.executable, __file__, str(self.mount), str(self.backing_folder), str(self._faults)]
+        command = [sys.executable, __file__, str(self.mount), str(self.backing_folder), str(self._faults_file)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
@@ -199,8 +199,8 @@ class FaultyMount:
 
 def main() -> None:
     """Mount the file system, and serve it until it is unmounted."""
-    mount, backing_folder, faults = map(Path, sys.argv[1:])
-    session = FuseSession(mount, FaultyOperations(backing_folder, faults), source="gdrkit-case")
+    mount, backing_folder, faults_file = map(Path, sys.argv[1:])
+    session = FuseSession(mount, FaultyOperations(backing_folder, faults_file), source="gdrkit-case")
     print("ready", flush=True)  # noqa: T201
     with contextlib.suppress(KeyboardInterrupt):
         while not session.join(1):

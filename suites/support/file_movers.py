@@ -46,7 +46,7 @@ class FileTransferMethods:
     chunk_bytes : int
         Length of each transfer.
     stack : ExitStack
-        Stack of the caller. Its end closes the files and frees the buffers.
+        Stack of the caller. When the caller closes it, the files are closed and the buffers are freed.
     durable : bool
         Whether each write waits until the disk has the data.
     """
@@ -85,7 +85,7 @@ class FileTransferMethods:
     def _make_gdrkit_method(self, direct: gds.Direct, *, write: bool) -> Callable[[], object]:
         file = self.stack.enter_context(gds.File(self.path, "r+" if write else "r", direct=direct))
 
-        def move() -> None:
+        def transfer_file() -> None:
             for offset in self._offsets:
                 if write:
                     file.write_from(
@@ -100,7 +100,7 @@ class FileTransferMethods:
                         self.memory, file_offset_bytes=offset, buffer_offset_bytes=offset, length_bytes=self.chunk_bytes
                     )
 
-        return move
+        return transfer_file
 
     def _make_posix_method(self, *, write: bool) -> Callable[[], object]:
         descriptor = os.open(self.path, os.O_RDWR)
@@ -108,7 +108,7 @@ class FileTransferMethods:
         stream = self.stack.enter_context(self.device.stream())
         pinned_memory = self.stack.enter_context(PinnedMemory(self.device, self.chunk_bytes))
 
-        def move() -> None:
+        def transfer_file() -> None:
             for offset in self._offsets:
                 if write:
                     stream.read_into(self.memory, pinned_memory.view(), offset_bytes=offset)
@@ -121,4 +121,4 @@ class FileTransferMethods:
                     stream.write(self.memory, pinned_memory.view(), offset_bytes=offset)
                     stream.synchronize()
 
-        return move
+        return transfer_file

@@ -57,12 +57,12 @@ def _open_in_rounds(folders: Sequence[str], counts: Mapping[str, int], *, seed: 
     for round_index in range(max(counts.values(), default=0)):
         names = [name for name, count in counts.items() if count > round_index]
         rng.shuffle(names)
-        child = os.fork()
-        if child == 0:
+        child_pid = os.fork()
+        if child_pid == 0:
             for name in names:
                 _read_file(folders, name)
             os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        assert os.waitpid(child_pid, 0)[1] == 0
 
 
 def _read_file(folders: Sequence[str], name: str) -> None:

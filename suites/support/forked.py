@@ -42,8 +42,8 @@ def hold_in_another_thread(lock: AbstractContextManager[object]) -> Iterator[Non
 
 def run_in_forked_child(function: Callable[[], None]) -> int:
     """Fork, run `function` in the child, and return its wait status. SIGALRM ends a child that takes too long."""
-    child = os.fork()
-    if not child:
+    child_pid = os.fork()
+    if not child_pid:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)
         try:
@@ -52,4 +52,4 @@ def run_in_forked_child(function: Callable[[], None]) -> int:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    return os.waitpid(child, 0)[1]
+    return os.waitpid(child_pid, 0)[1]

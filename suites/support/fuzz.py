@@ -91,13 +91,13 @@ def require_round_trip(parse: Callable[[bytes], bytes], data: bytes) -> None:
     `parse` parses its argument, packs the result into bytes, and returns the bytes.
     """
     try:
-        packed = parse(data)
+        packed_data = parse(data)
     except UsageError as error:
         if error.reason is not Reason.MALFORMED:
             raise
     else:
-        if packed != data:
-            message = f"{data.hex()} is parsed and packed as {packed.hex()}"
+        if packed_data != data:
+            message = f"{data.hex()} is parsed and packed as {packed_data.hex()}"
             raise AssertionError(message)
 
 
@@ -115,8 +115,8 @@ def run_fuzzer(module: str, *arguments: str, seconds: float) -> str:
     )
     assert completed.returncode == 0, completed.stdout[-4000:]
     assert "changed inputs in" in completed.stdout, completed.stdout
-    counts = ("changed inputs in", "number_of_executed_units")
-    return "; ".join(line for line in completed.stdout.splitlines() if any(count in line for count in counts))
+    count_labels = ("changed inputs in", "number_of_executed_units")
+    return "; ".join(line for line in completed.stdout.splitlines() if any(label in line for label in count_labels))
 
 
 def main(targets: Mapping[str, FuzzTarget]) -> None:

@@ -95,10 +95,10 @@ class Memory:
 def allocate_memory(memory_kind: str, length_bytes: int, device: Device | None) -> Iterator[Memory]:
     """Yield new memory of a kind, filled with 0xa5. No other object may refer to the memory at the end of the block."""
     if device is None:
-        host = bytearray(b"\xa5" * length_bytes)
-        yield Memory(host, host)
+        host_memory = bytearray(b"\xa5" * length_bytes)
+        yield Memory(host_memory, host_memory)
         # This raises BufferError if a memoryview of the array still exists.
-        host.extend(b"free")
+        host_memory.extend(b"free")
         return
     wrappers: dict[str, Callable[[CudaMemory], object]] = {"dlpack": DlpackBuffer, "interface": CudaArrayBuffer}
     with device.allocate(length_bytes) as memory:

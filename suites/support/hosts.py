@@ -28,20 +28,20 @@ SIZES = ("64KiB", "1MiB", "16MiB", "256MiB")
 
 def make_host_facts(*, gpu_count: int, nic_count: int) -> Facts:
     """Return the facts of a synthetic host with two NUMA nodes and H200 GPUs."""
-    functions = tuple(_make_gpu(index, gpu_count) for index in range(gpu_count))
+    gpus = tuple(_make_gpu(index, gpu_count) for index in range(gpu_count))
     devices = tuple(
         CudaDeviceFacts(
             index=index,
             name="NVIDIA H200",
             uuid=f"GPU-{index}",
-            pci_bus_id=function.address,
+            pci_bus_id=gpu.address,
             attributes={"DMA_BUF_SUPPORTED": 1},
         )
-        for index, function in enumerate(functions)
+        for index, gpu in enumerate(gpus)
     )
     return dataclasses.replace(
         make_facts(driver="580.159.04", rdma=[_make_nic(index, nic_count) for index in range(nic_count)]),
-        gpus=functions,
+        gpus=gpus,
         cuda=CudaFacts(driver_version="13.0", devices=devices, libraries=()),
     )
 
@@ -89,8 +89,10 @@ def write_run(
     """Write the files of a run with these facts and records, but no report, to the folder `path`, and return `path`."""
     folder = RunFolder(path)
     folder.make_empty()
-    failed = any(record.is_failure for record in records)
-    run = make_run(exit_code=int(failed), verdict="2 of 12 cases failed" if failed else "Every route is proven")
+    has_failures = any(record.is_failure for record in records)
+    run = make_run(
+        exit_code=int(has_failures), verdict="2 of 12 cases failed" if has_failures else "Every route is proven"
+    )
     folder.write_run(dataclasses.replace(run, host=host, host_id=host_id, substrate=HARDWARE))
     folder.facts.write_text(facts.to_json(), encoding="utf-8")
     for record in records:
@@ -98,21 +100,21 @@ def write_run(
     return path
 
 
-def _make_gpu(index: int, count: int) -> PciDevice:
+def _make_gpu(index: int, gpu_count: int) -> PciDevice:
     return PciDevice(
         address=f"0000:{0x1B + 16 * index:02x}:00.0",
         vendor_id=0x10DE,
         device_id=0x2335,
         class_code=0x030200,
         driver="nvidia",
-        numa_node=index * 2 // count,
+        numa_node=index * 2 // gpu_count,
         iommu_group=None,
         link_speed="32.0 GT/s PCIe",
         link_width="16",
     )
 
 
-def _make_nic(index: int, count: int) -> RdmaDevice:
+def _make_nic(index: int, nic_count: int) -> RdmaDevice:
     return RdmaDevice(
         name=f"mlx5_{index}",
         driver="mlx5_core",
@@ -120,21 +122,21 @@ def _make_nic(index: int, count: int) -> RdmaDevice:
         node_guid=f"b83f:d203:00a1:7c{index:02x}",
         firmware="28.41.1000",
         pci_address=f"0000:{0x1C + 16 * index:02x}:00.0",
-        numa_node=index * 2 // count,
+        numa_node=index * 2 // nic_count,
         ports=(PortFacts(1, "ACTIVE", "LinkUp", "400 Gb/sec (4X NDR)", "InfiniBand"),),
     )
 
 
-def _make_route_record(device: int, nic: str, outcome: int) -> Record:
+def _make_route_record(device: int, nic: str, outcome_index: int) -> Record:
     """Return a record about a registration route with one of four outcomes: pass, unproven, fallback, failure."""
     case = f"rdma/test_first_light.py::test_remote_write[{device}-{nic}]"
     claimed_route = make_proven_route(device, nic)
-    if outcome == 0:
+    if outcome_index == 0:
         return make_record(case=case, routes=(claimed_route,), substrate=HARDWARE)
-    if outcome == 1:
+    if outcome_index == 1:
         reason = CaseReason("the port's counter did not move")
         return make_record(Verdict.UNPROVEN, case=case, routes=(claimed_route,), substrate=HARDWARE, reasons=(reason,))
-    if outcome == 2:
+    if outcome_index == 2:
         fallback = dataclasses.replace(
             claimed_route, fell_back="registered by a copy through the host. To do: load nvidia-peermem"
         )

@@ -1,4 +1,4 @@
-"""An initiator, the C++ loop that posts RDMA requests, which is connected to queue pairs of the same process."""
+"""An initiator (the C++ loop that posts RDMA requests) that is connected to queue pairs of the same process."""
 
 from __future__ import annotations
 

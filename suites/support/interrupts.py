@@ -1,4 +1,4 @@
-"""A signal handler at each point of a call at which CPython may run one.
+"""A class that runs a signal handler at one point of a call, for cases about interrupts such as Ctrl-C.
 
 CPython runs signal handlers only between two bytecodes, after certain instructions. A case repeats a call with the
 handler at the first of these points, at the second, and so on until the call ends without an interrupt.
@@ -47,27 +47,31 @@ class Interrupter:
         self.where = ""
         self._handler = handler
         self._points_left = point
-        self._prefixes = (*folders, contextlib.__file__)
+        self._path_prefixes = (*folders, contextlib.__file__)
         self._instructions: dict[CodeType, bytes] = {}
 
     def call(self, function: Callable[[], object]) -> KeyboardInterrupt | None:
-        """Call a function. Return the interrupt that it raised, whose traceback keeps its frames alive, or None."""
-        trace = sys.gettrace()
+        """Call a function. Return the interrupt that it raised, or None.
+
+        The interrupt keeps the frames of the call alive.
+        """
+        previous_trace = sys.gettrace()
         sys.settrace(self._trace_call)
         try:
             function()
         except KeyboardInterrupt as error:
             return error
         finally:
-            sys.settrace(trace)
+            sys.settrace(previous_trace)
         return None
 
     def _trace_call(self, frame: FrameType, _event: str, _argument: object) -> Callable[..., Any] | None:
         code = frame.f_code
-        if not code.co_filename.startswith(self._prefixes):
+        if not code.co_filename.startswith(self._path_prefixes):
             return None
         instructions = self._instructions.setdefault(code, code.co_code)
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        # Whether CPython may run a signal handler before the next instruction.
         is_point = False
 
         def trace_instruction(frame: FrameType, event: str, _argument: object) -> Callable[..., Any]:

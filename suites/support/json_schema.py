@@ -22,20 +22,20 @@ _UNCHECKED_KEYWORDS = frozenset({"$schema", "$id", "title", "description", "then
 _SCHEMA_KEYWORDS = ("items", "additionalProperties", "propertyNames", "if", "then", "else")
 
 
-def find_violations(schema: str, document: object) -> list[str]:
-    """Return one line for each violation of the schema by the document. `schema` is a file name in reports/schema/."""
-    return [f"{error.json_path}: {error.message}" for error in _make_validator(schema).iter_errors(document)]
+def find_violations(schema_name: str, document: object) -> list[str]:
+    """Return one line for each violation of a schema by the document. `schema_name` is a file in reports/schema/."""
+    return [f"{error.json_path}: {error.message}" for error in _make_validator(schema_name).iter_errors(document)]
 
 
 @functools.cache
-def _make_validator(schema: str) -> Any:  # noqa: ANN401 - jsonschema has no type hints.
+def _make_validator(schema_name: str) -> Any:  # noqa: ANN401 - jsonschema has no type hints.
     from jsonschema import Draft202012Validator
 
-    schema_data = json.loads((install_paths().schemas / schema).read_bytes())
+    schema_data = json.loads((install_paths().schemas / schema_name).read_bytes())
     Draft202012Validator.check_schema(schema_data)
     # JSON Schema ignores unknown keywords, so a misspelt keyword would check nothing.
     if unknown := list(find_unknown_keywords(schema_data)):
-        message = f"{schema}: unknown keywords: {', '.join(unknown)}"
+        message = f"{schema_name}: unknown keywords: {', '.join(unknown)}"
         raise ValueError(message)
     return Draft202012Validator(schema_data)
 

@@ -15,19 +15,19 @@ __all__ = ["DMA_HEAP", "UDMABUF", "VGEM", "export_dmabuf"]
 
 UDMABUF = "/dev/udmabuf"
 DMA_HEAP = "/dev/dma_heap/system"
-VGEM = "/dev/vgem"  # A name that the lab gives to the device.
+VGEM = "/dev/vgem"  # The lab gives this name to the device.
 # UDMABUF_CREATE is _IOW('u', 0x42, struct udmabuf_create): u32 memfd, u32 flags, u64 offset, u64 size
 # (linux/udmabuf.h).
-_UDMABUF_CREATE, _UDMABUF = 0x40187542, struct.Struct("=IIQQ")
+_UDMABUF_CREATE, _UDMABUF_STRUCT = 0x40187542, struct.Struct("=IIQQ")
 _UDMABUF_FLAGS_CLOEXEC = 1
 # DMA_HEAP_IOCTL_ALLOC is _IOWR('H', 0, struct dma_heap_allocation_data): u64 len, u32 fd, u32 fd_flags, u64 heap_flags
 # (linux/dma-heap.h).
-_DMA_HEAP_ALLOC, _DMA_HEAP = 0xC0184800, struct.Struct("=QIIQ")
+_DMA_HEAP_ALLOC, _DMA_HEAP_STRUCT = 0xC0184800, struct.Struct("=QIIQ")
 # DRM_IOCTL_MODE_CREATE_DUMB is _IOWR('d', 0xb2, struct drm_mode_create_dumb): u32 height, width, bpp, flags, handle,
 # pitch, u64 size. DRM_IOCTL_PRIME_HANDLE_TO_FD is _IOWR('d', 0x2d, struct drm_prime_handle): u32 handle, u32 flags,
 # s32 fd (drm/drm.h, drm/drm_mode.h).
-_CREATE_DUMB, _DUMB = 0xC02064B2, struct.Struct("=IIIIIIQ")
-_HANDLE_TO_FD, _PRIME = 0xC00C642D, struct.Struct("=IIi")
+_CREATE_DUMB, _DUMB_STRUCT = 0xC02064B2, struct.Struct("=IIIIIIQ")
+_HANDLE_TO_FD, _PRIME_STRUCT = 0xC00C642D, struct.Struct("=IIi")
 _PIXEL_BITS, _ROW_BYTES = 32, 4096
 
 
@@ -49,8 +49,8 @@ def _export_udmabuf(device_fd: int, length_bytes: int) -> int:
     memory_fd = os.memfd_create("exported", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(memory_fd, length_bytes)
-        fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # udmabuf requires it.
-        request = bytearray(_UDMABUF.pack(memory_fd, _UDMABUF_FLAGS_CLOEXEC, 0, length_bytes))
+        fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # udmabuf requires this seal.
+        request = bytearray(_UDMABUF_STRUCT.pack(memory_fd, _UDMABUF_FLAGS_CLOEXEC, 0, length_bytes))
         # With a mutable buffer, ioctl() returns the result of the system call, which is the new descriptor.
         return int(fcntl.ioctl(device_fd, _UDMABUF_CREATE, request))
     finally:
@@ -58,18 +58,18 @@ def _export_udmabuf(device_fd: int, length_bytes: int) -> int:
 
 
 def _export_heap(device_fd: int, length_bytes: int) -> int:
-    request = _DMA_HEAP.pack(length_bytes, 0, os.O_RDWR | os.O_CLOEXEC, 0)
-    return int(_DMA_HEAP.unpack(fcntl.ioctl(device_fd, _DMA_HEAP_ALLOC, request))[1])
+    request = _DMA_HEAP_STRUCT.pack(length_bytes, 0, os.O_RDWR | os.O_CLOEXEC, 0)
+    return int(_DMA_HEAP_STRUCT.unpack(fcntl.ioctl(device_fd, _DMA_HEAP_ALLOC, request))[1])
 
 
 def _export_vgem(device_fd: int, length_bytes: int) -> int:
     row_pixel_count = _ROW_BYTES * 8 // _PIXEL_BITS
-    dumb_request = _DUMB.pack(length_bytes // _ROW_BYTES, row_pixel_count, _PIXEL_BITS, 0, 0, 0, 0)
-    handle, size_bytes = _DUMB.unpack(fcntl.ioctl(device_fd, _CREATE_DUMB, dumb_request))[4::2]
+    dumb_request = _DUMB_STRUCT.pack(length_bytes // _ROW_BYTES, row_pixel_count, _PIXEL_BITS, 0, 0, 0, 0)
+    handle, size_bytes = _DUMB_STRUCT.unpack(fcntl.ioctl(device_fd, _CREATE_DUMB, dumb_request))[4::2]
     assert size_bytes == length_bytes
-    request = _PRIME.pack(handle, os.O_RDWR | os.O_CLOEXEC, -1)
+    request = _PRIME_STRUCT.pack(handle, os.O_RDWR | os.O_CLOEXEC, -1)
     # The dma-buf keeps the memory alive after the device is closed.
-    return int(_PRIME.unpack(fcntl.ioctl(device_fd, _HANDLE_TO_FD, request))[2])
+    return int(_PRIME_STRUCT.unpack(fcntl.ioctl(device_fd, _HANDLE_TO_FD, request))[2])
 
 
 _EXPORTERS = {UDMABUF: _export_udmabuf, DMA_HEAP: _export_heap, VGEM: _export_vgem}

@@ -21,7 +21,7 @@ def read_call_counts(api: Api) -> dict[str, int]:
 
 
 def read_traffic(api: Api) -> dict[str, dict[str, int]]:
-    """Return the bytes and requests that each NIC sent, and (``served_...``) that each NIC served for peers."""
+    """Return counts of the bytes and requests that each NIC sent, and (names with ``served_``) served for peers."""
     return cast("dict[str, dict[str, int]]", _read_counters(api)["traffic"])
 
 

@@ -1,4 +1,4 @@
-"""Memory kinds as parameters of cases: host memory, and device memory by each registration route.
+"""Memory kinds as parameters of cases: host memory, and device memory that is registered by each route.
 
 Further functions register such memory, and connect a queue pair of a peer process.
 """
@@ -183,8 +183,8 @@ def register_by_route(
 ) -> Registration:
     """Register memory by `route`.
 
-    If `route` fails, register the memory by the default policy. If the policy fails too, its error is raised, because
-    it names the cause of each route. Otherwise the error of `route` is raised.
+    If `route` fails, register the memory by the default policy. If the policy fails too, raise its error, because
+    that error says why each route failed. Otherwise raise the error of `route`.
     """
     try:
         return register(memory, nics, route=route, access=access)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["mount_image_copy", "mount_new_file_system", "remount"]
 
 # Default length of an image: the smallest file system that mkfs creates. The image is a sparse file.
-_LENGTH_BYTES = {"ext4": 64 * MIB, "xfs": 320 * MIB}
+_DEFAULT_LENGTH_BYTES = {"ext4": 64 * MIB, "xfs": 320 * MIB}
 _MKFS_COMMANDS = {"ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"], "xfs": ["mkfs.xfs", "-q", "-f"]}
 # Mount options. With nouuid, xfs also mounts the copy of an image, which has the UUID of the mounted original.
 _MOUNT_OPTIONS = {"ext4": "loop", "xfs": "loop,nouuid"}
@@ -33,7 +33,7 @@ def mount_new_file_system(file_system: str, mount: Path, *, length_bytes: int | 
     """
     image = mount.with_suffix(".image")
     with image.open("xb") as file:
-        file.truncate(length_bytes or _LENGTH_BYTES[file_system])
+        file.truncate(length_bytes or _DEFAULT_LENGTH_BYTES[file_system])
     _run(*_MKFS_COMMANDS[file_system], str(image))
     with _mount(file_system, image, mount):
         yield mount
@@ -41,15 +41,15 @@ def mount_new_file_system(file_system: str, mount: Path, *, length_bytes: int | 
 
 
 @contextlib.contextmanager
-def mount_image_copy(file_system: str, mount: Path, copy: Path) -> Iterator[Path]:
-    """Copy the image of a mounted file system, mount the copy on the new folder `copy`, and yield the folder.
+def mount_image_copy(file_system: str, mount: Path, copy_mount: Path) -> Iterator[Path]:
+    """Copy the image of a mounted file system, mount the copy on the new folder `copy_mount`, and yield the folder.
 
     The copy has the contents that the disk would have after a loss of power.
     """
-    image = copy.with_suffix(".image")
+    image = copy_mount.with_suffix(".image")
     _run("cp", "--sparse=always", str(mount.with_suffix(".image")), str(image))
-    with _mount(file_system, image, copy):
-        yield copy
+    with _mount(file_system, image, copy_mount):
+        yield copy_mount
     image.unlink()
 
 
@@ -77,7 +77,7 @@ def _run(*command: str) -> None:
 
 
 def _environ() -> dict[str, str]:
-    # These programs run without the libraries that `gdrkit run` preloads. With its audit library, the loader refuses
+    # These programs run without the libraries that `gdrkit run` preloads. With the audit library, the loader refuses
     # libraries whose thread-local storage needs a large alignment, such as liburcu, which mkfs.xfs uses.
     inherited_variables = {name: value for name, value in os.environ.items() if name not in {"LD_AUDIT", "LD_PRELOAD"}}
     return {**inherited_variables, "PATH": os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])}

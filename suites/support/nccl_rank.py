@@ -4,7 +4,7 @@
 and the other ranks read it from standard input. The last line that a rank prints is a JSON object with its
 measurements.
 
-To show where a rank hangs, it prints a line to standard error before each step, and its stack on SIGABRT.
+A rank prints a line to standard error before each step, and its stack on SIGABRT. So a log shows where a rank hangs.
 """
 
 from __future__ import annotations

@@ -45,12 +45,12 @@ class HungError(AssertionError):
 
 def wait_until(condition: Callable[[], bool], description: str, *, timeout_s: float = WAIT_S) -> None:
     """Wait until the condition holds; raise :class:`HungError` with the description after the timeout."""
-    end_s, event = time.monotonic() + timeout_s, threading.Event()
+    end_s, never_set = time.monotonic() + timeout_s, threading.Event()
     while not condition():
         if time.monotonic() > end_s:
             message = f"timeout after {timeout_s} s: {description}"
             raise HungError(message)
-        event.wait(_POLL_PERIOD_S)
+        never_set.wait(_POLL_PERIOD_S)
 
 
 def is_stopped(process_id: int) -> bool:
@@ -66,7 +66,7 @@ def is_idle(process_id: int) -> bool:
 
 
 def is_gone(process_id: int) -> bool:
-    """Return whether the process has ended. A process for which its parent has not waited (a zombie) has ended."""
+    """Return whether the process has ended. A zombie, for which its parent has not yet waited, has ended, too."""
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -97,8 +97,8 @@ def open_files(process_id: int) -> list[str]:
     for link in Path(f"/proc/{process_id}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             targets.append(str(link.readlink()))
-    maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
-    return [*targets, *(line.split(maxsplit=5)[5] for line in maps if _SHARED_MEMORY_FOLDER in line)]
+    map_lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    return [*targets, *(line.split(maxsplit=5)[5] for line in map_lines if _SHARED_MEMORY_FOLDER in line)]
 
 
 def _read_thread_states(process_id: int) -> list[str]:
@@ -119,7 +119,7 @@ def _read_state(stat: str) -> str:
 class LineChild:
     """A module of the suites in a child process that exchanges lines of text with the case.
 
-    Use it as a context manager. Its end kills the process if it still runs.
+    Use it as a context manager. At the end of the block, the process is killed if it still runs.
     """
 
     def __init__(self, module: str, *arguments: object, environ: Mapping[str, str] = os.environ) -> None:

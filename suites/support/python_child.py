@@ -41,9 +41,9 @@ def run_python(*arguments: object, **environ: str) -> subprocess.CompletedProces
 
 
 def run_sweep(module: str, *arguments: object, points_min: int, **environ: str) -> None:
-    """Run a module that tries each point of a call, and require that it succeeds and has tried enough points."""
+    """Run a module that interrupts a call at each point. Require that it succeeds and that there are enough points."""
     completed = run_python("-m", module, *arguments, **environ)
     assert completed.returncode == 0, completed.stderr
-    points = re.fullmatch(r"(\d+) points\n", completed.stdout)
-    assert points, completed.stdout
-    assert int(points[1]) >= points_min
+    output_match = re.fullmatch(r"(\d+) points\n", completed.stdout)
+    assert output_match, completed.stdout
+    assert int(output_match[1]) >= points_min

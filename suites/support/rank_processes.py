@@ -1,7 +1,7 @@
 """Start of the processes of all ranks of an NCCL job, with one deadline for all of them.
 
 The first rank prints the ncclUniqueId as its first line, and the other ranks get this line on their standard input.
-Ranks wait for each other. So if a rank fails, or at the deadline, all ranks are killed, and the error has the last
+Ranks wait for each other. So all ranks are killed if one rank fails or the deadline passes. The error contains the last
 output of all ranks.
 """
 

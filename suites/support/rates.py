@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit import evidence, host
-from gdrkit.harness.case import CASE
+from gdrkit.harness.case import CASE_KEY
 from gdrkit.harness.needs import declared
-from gdrkit.harness.session import SESSION
+from gdrkit.harness.session import SESSION_KEY
 from gdrkit.inventory import Machine, path_limit, topology
 from gdrkit.qualify.throughput import check_numbers, ran_on_hardware
 from gdrkit.report.substrate import Substrate
@@ -33,7 +33,7 @@ __all__ = ["WARM_UP_ROUNDS", "Meter", "Rates", "check_expected_numbers", "cpu_ti
 
 # A measurement has 3 warm-up rounds, whose rates are discarded, and 15 measured rounds.
 ROUNDS, WARM_UP_ROUNDS = 15, 3
-# A round on hardware transfers at least this many bytes, so that its start and its end take little of the time.
+# A round on hardware transfers at least this many bytes, so that its start and its end take little time in comparison.
 ROUND_BYTES = 256 << 20
 # A smaller round is sufficient on software twins (libraries that emulate the hardware), because their rates are not of
 # interest.
@@ -111,7 +111,7 @@ class Meter:
         # The measured APIs are the APIs that the case needs. The process may have loaded further APIs.
         need_prefixes = {need.name.partition(".")[0] for need in declared(request.node)}
         self._apis = sorted(api for prefix, api in _API_OF_NEED.items() if prefix in need_prefixes)
-        substrate = request.config.stash[SESSION].substrate
+        substrate = request.config.stash[SESSION_KEY].substrate
         self._paths: dict[str, list[str]] = {}
         self._is_hardware_measured = self.is_on and all(substrate.get(api) is Substrate.HARDWARE for api in self._apis)
 
@@ -238,7 +238,7 @@ def _compute_rates(moved_bytes: int, rounds: Sequence[tuple[float, float]]) -> R
 
 def check_expected_numbers(item: pytest.Item) -> None:
     """Fail a case if its numbers were measured on hardware and are worse than the profile of the machine expects."""
-    case_evidence, session = item.stash[CASE].evidence, item.config.stash[SESSION]
+    case_evidence, session = item.stash[CASE_KEY].evidence, item.config.stash[SESSION_KEY]
     apis, paths = case_evidence.values.get("measured_apis"), case_evidence.values.get("ways", {})
     if (
         not isinstance(apis, list)

@@ -49,8 +49,8 @@ def allocate_raw(device: Device, length_bytes: int) -> int:
     from cuda.bindings import driver
 
     with device.current():
-        result, address = driver.cuMemAlloc(length_bytes)
-    assert result == driver.CUresult.CUDA_SUCCESS, result
+        status, address = driver.cuMemAlloc(length_bytes)
+    assert status == driver.CUresult.CUDA_SUCCESS, status
     return int(address)
 
 
@@ -59,8 +59,8 @@ def allocate_raw_managed(device: Device, length_bytes: int) -> int:
     from cuda.bindings import driver
 
     with device.current():
-        result, address = driver.cuMemAllocManaged(length_bytes, driver.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value)
-    assert result == driver.CUresult.CUDA_SUCCESS, result
+        status, address = driver.cuMemAllocManaged(length_bytes, driver.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value)
+    assert status == driver.CUresult.CUDA_SUCCESS, status
     return int(address)
 
 
@@ -69,8 +69,8 @@ def free_raw(device: Device, address: int) -> None:
     from cuda.bindings import driver
 
     with device.current():
-        (result,) = driver.cuMemFree(address)
-    assert result == driver.CUresult.CUDA_SUCCESS, result
+        (status,) = driver.cuMemFree(address)
+    assert status == driver.CUresult.CUDA_SUCCESS, status
 
 
 def allocate_raw_from_pool(device: Device, length_bytes: int) -> int:
@@ -78,10 +78,10 @@ def allocate_raw_from_pool(device: Device, length_bytes: int) -> int:
     from cuda.bindings import driver
 
     with device.current():
-        result, address = driver.cuMemAllocAsync(length_bytes, driver.CUstream(0))
-        assert result == driver.CUresult.CUDA_SUCCESS, result
-        (result,) = driver.cuStreamSynchronize(driver.CUstream(0))
-    assert result == driver.CUresult.CUDA_SUCCESS, result
+        status, address = driver.cuMemAllocAsync(length_bytes, driver.CUstream(0))
+        assert status == driver.CUresult.CUDA_SUCCESS, status
+        (status,) = driver.cuStreamSynchronize(driver.CUstream(0))
+    assert status == driver.CUresult.CUDA_SUCCESS, status
     return int(address)
 
 
@@ -90,8 +90,8 @@ def get_ipc_export_status(device: Device, address: int) -> int:
     from cuda.bindings import driver
 
     with device.current():
-        result, _handle = driver.cuIpcGetMemHandle(address)
-    return int(result)
+        status, _handle = driver.cuIpcGetMemHandle(address)
+    return int(status)
 
 
 def export_raw_dmabuf(device: Device, address: int, *, length_bytes: int, flags: int) -> tuple[int, int]:
@@ -100,8 +100,8 @@ def export_raw_dmabuf(device: Device, address: int, *, length_bytes: int, flags:
 
     handle_type = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     with device.current():
-        result, fd = driver.cuMemGetHandleForAddressRange(address, length_bytes, handle_type, flags)
-    return int(result), int(fd) if int(result) == 0 else -1
+        status, fd = driver.cuMemGetHandleForAddressRange(address, length_bytes, handle_type, flags)
+    return int(status), int(fd) if int(status) == 0 else -1
 
 
 def remap_chunk(device: Device, address: int, *, length_bytes: int) -> None:

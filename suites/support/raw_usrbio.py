@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-__all__ = ["AgentProcess", "LinkClient", "RawClient", "RawIov", "RawRing", "Refusal", "shared_memory_files"]
+__all__ = ["AgentProcess", "LinkClient", "RawClient", "RawIov", "RawRing", "Refusal", "list_shared_memory_files"]
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder of shm_open(3).
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -60,8 +60,8 @@ class Refusal(Exception):
         self.text = text
 
 
-def shared_memory_files(mount: Path) -> set[Path]:
-    """Return the targets, in /dev/shm, of the links that are published below a mount: memory and semaphores."""
+def list_shared_memory_files(mount: Path) -> set[Path]:
+    """Return the files in /dev/shm to which the published links of a mount point: memory and semaphores."""
     targets = set()
     for link in (mount / "3fs-virt" / "iovs").iterdir():
         # The agent may remove the link of a client that has ended.
@@ -215,7 +215,7 @@ class RawRing(_SharedMemory):
         self._submit_semaphore: int | None = None
 
     def attach(self, mount: Path) -> None:
-        """Open the submit semaphore of the agent for the priority of the ring."""
+        """Open the agent's submit semaphore that has the priority of the ring."""
         link = "submit-ios" + next((priority for priority in (".ph", ".pl") if self.link.endswith(priority)), "")
         target = (mount / "3fs-virt" / "iovs" / link).readlink()
         self._submit_semaphore = _LIBC.sem_open(f"/{target.name.removeprefix('sem.')}".encode(), 0)
@@ -266,10 +266,10 @@ class RawRing(_SharedMemory):
         while len(completions) < count:
             while self.index(_COMPLETION_TAIL) != self.index(_COMPLETION_HEAD) and len(completions) < count:
                 tail = self.index(_COMPLETION_TAIL)
-                index, _, result, userdata = _COMPLETION.unpack_from(
+                slot, _, result, userdata = _COMPLETION.unpack_from(
                     self.memory, self._completions_offset + tail * _COMPLETION.size
                 )
-                completions.append((index, result, userdata))
+                completions.append((slot, result, userdata))
                 self.set_index(_COMPLETION_TAIL, (tail + 1) % self.slot_count)
             if len(completions) == count:
                 break

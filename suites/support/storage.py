@@ -66,7 +66,8 @@ class StorageServer:
     def connect(self, *nics: Nic, token: str | None = None, timeout_ms: float = 30_000) -> StorageClient:
         """Return a connected client.
 
-        It uses these NICs, or all NICs if none is given. Its token is `token`, or by default the token of the store.
+        The client uses these NICs, or all NICs if none is given. Its token is `token`, or by default the token of the
+        store.
         """
         token = self.token() if token is None else token
         return StorageClient(self.address, token=token, nics=nics or None, timeout_ms=timeout_ms)
@@ -118,8 +119,8 @@ class Memory:
         else:
             with self.device.allocate(max(len(data), MIB)) as memory:
                 memory.write(data, offset_bytes=0)
-                with client.register(memory) as registered:
-                    yield registered.subrange(offset_bytes=0, length_bytes=len(data))
+                with client.register(memory) as registered_buffer:
+                    yield registered_buffer.subrange(offset_bytes=0, length_bytes=len(data))
 
     @staticmethod
     def read_buffer(buffer: IOBuffer) -> bytes:

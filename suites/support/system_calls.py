@@ -76,10 +76,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 # Constants of linux/prctl.h, linux/seccomp.h and linux/filter.h: a prctl option, an operation of seccomp(2) and its
 # flag, instructions of a BPF program, return values of a filter, ioctls of the listener, and a flag of a reply.
 _SET_NO_NEW_PRIVS = 38
-_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
-_LOAD_NUMBER, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_ALLOW, _NOTIFY = 0x7FFF0000, 0x7FC00000
-_RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
+_SET_MODE_FILTER, _FLAG_NEW_LISTENER = 1, 8
+_LOAD_CALL_NUMBER, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_RETURN_ALLOW, _RETURN_NOTIFY = 0x7FFF0000, 0x7FC00000
+_IOCTL_RECEIVE, _IOCTL_SEND, _REPLY_CONTINUE = 0xC0502100, 0xC0182101, 1
 # struct seccomp_notif and struct seccomp_notif_resp.
 _NOTIFICATION = struct.Struct("=QIIiIQ6Q")
 _REPLY = struct.Struct("=QqiI")
@@ -137,47 +137,51 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
             listener_queue.put(listener_fd)
         action()
 
-    end_event = os.eventfd(0)
+    end_event_fd = os.eventfd(0)
     try:
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(install_filter_and_act)
-            future.add_done_callback(lambda _: os.eventfd_write(end_event, 1))
+            future.add_done_callback(lambda _: os.eventfd_write(end_event_fd, 1))
             listener_fd = listener_queue.get()
             if listener_fd >= 0:
                 try:
-                    _serve(listener_fd, end_event, {call_numbers[name]: name for name in names}, reply)
+                    _serve(listener_fd, end_event_fd, {call_numbers[name]: name for name in names}, reply)
                 finally:
                     os.close(listener_fd)  # A call that still waits for a reply then fails with ENOSYS.
             future.result()
     finally:
-        os.close(end_event)
+        os.close(end_event_fd)
 
 
-def _install_filter(call_numbers: list[int], seccomp: int) -> int:
+def _install_filter(call_numbers: list[int], seccomp_number: int) -> int:
     """Install a filter for these calls in this thread, and return the descriptor for its notifications."""
     # A matching number jumps to the last instruction, which notifies. The instruction before the last allows the call.
     jumps = [
         _Instruction(_JUMP_IF_EQUAL, len(call_numbers) - index, 0, number) for index, number in enumerate(call_numbers)
     ]
-    returns = [_Instruction(_RETURN, 0, 0, _ALLOW), _Instruction(_RETURN, 0, 0, _NOTIFY)]
-    program = [_Instruction(_LOAD_NUMBER, 0, 0, 0), *jumps, *returns]
-    filters = (_Instruction * len(program))(*program)
+    returns = [_Instruction(_RETURN, 0, 0, _RETURN_ALLOW), _Instruction(_RETURN, 0, 0, _RETURN_NOTIFY)]
+    program = [_Instruction(_LOAD_CALL_NUMBER, 0, 0, 0), *jumps, *returns]
+    instructions = (_Instruction * len(program))(*program)
     _LIBC.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    listener_fd = _LIBC.syscall(seccomp, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(_Program(len(program), filters)))
+    listener_fd = _LIBC.syscall(
+        seccomp_number, _SET_MODE_FILTER, _FLAG_NEW_LISTENER, ctypes.byref(_Program(len(program), instructions))
+    )
     if listener_fd < 0:
         raise OSError(ctypes.get_errno(), "seccomp(SECCOMP_SET_MODE_FILTER) failed")
     return int(listener_fd)
 
 
-def _serve(listener_fd: int, end_event: int, names: dict[int, str], reply: Callable[[SystemCall], int | None]) -> None:
-    """Reply to the notifications until the event descriptor `end_event` is readable."""
+def _serve(
+    listener_fd: int, end_event_fd: int, names: dict[int, str], reply: Callable[[SystemCall], int | None]
+) -> None:
+    """Reply to the notifications until the event descriptor `end_event_fd` is readable."""
     poll = select.poll()
     poll.register(listener_fd, select.POLLIN)
-    poll.register(end_event, select.POLLIN)
-    while end_event not in dict(poll.poll()):
+    poll.register(end_event_fd, select.POLLIN)
+    while end_event_fd not in dict(poll.poll()):
         data = bytearray(_NOTIFICATION.size)
         try:
-            fcntl.ioctl(listener_fd, _RECEIVE, data)
+            fcntl.ioctl(listener_fd, _IOCTL_RECEIVE, data)
         except OSError as error:
             # ENOENT: a signal interrupted the system call, and the thread makes it again.
             if error.errno != errno.ENOENT:
@@ -186,9 +190,9 @@ def _serve(listener_fd: int, end_event: int, names: dict[int, str], reply: Calla
         notification_id, _, _, call_number, _, _, *arguments = _NOTIFICATION.unpack(data)
         signed_arguments = tuple(value - (1 << 64) if value >> 63 else value for value in arguments)
         result = reply(SystemCall(names[call_number], _read_descriptor_path(signed_arguments[0]), signed_arguments))
-        flags = _CONTINUE if result is None else 0
+        flags = _REPLY_CONTINUE if result is None else 0
         value, error_number = (result or 0, 0) if (result or 0) >= 0 else (0, result)
-        fcntl.ioctl(listener_fd, _SEND, _REPLY.pack(notification_id, value, error_number, flags))
+        fcntl.ioctl(listener_fd, _IOCTL_SEND, _REPLY.pack(notification_id, value, error_number, flags))
 
 
 def _read_descriptor_path(descriptor: int) -> str:

@@ -32,7 +32,7 @@ from gdrkit.units import KIB, MIB
 
 __all__ = ["ANYWHERE", "PHASES", "MigrationProcess", "TierCampaign"]
 
-# Not a phase: the campaign kills the process from outside, after a random number of phases.
+# This value is no phase: the campaign kills the process from outside, after a random number of phases.
 ANYWHERE = "anywhere"
 PHASES = (*(phase.value for phase in Phase), ANYWHERE)
 # Phases that begin several times during the migration of a large file: once for each chunk.
@@ -41,7 +41,7 @@ _LARGE_BYTES = 9 * MIB
 # Rate limit of a background run.
 _RATE_BYTES_PER_S = 100 * MIB
 # Exit codes of a migration.
-_BUSY, _FAILED = 1, 2
+_BUSY_EXIT_CODE, _FAILED_EXIT_CODE = 1, 2
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -218,15 +218,15 @@ class TierCampaign(KillCampaign[str]):
 def _migrate(task: dict[str, Any]) -> None:
     """Execute a task of :meth:`MigrationProcess.start`, in the forked child."""
     tiers = tuple(Tier(name, Path(directory), accesses_min) for name, directory, accesses_min in task["tiers"])
-    count = 0
+    begin_count = 0
 
     def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
-        nonlocal count
+        nonlocal begin_count
         if task["prints_phases"]:
             os.write(1, f"{phase.value} {offset_bytes}\n".encode())
         if phase.value == task["phase"]:
-            count += 1
-            if count == task["count"]:
+            begin_count += 1
+            if begin_count == task["count"]:
                 os.kill(os.getpid(), _SIGNALS[task["signal_name"]])
 
     # The rate limit makes the copy of the large file take a tenth of a second.
@@ -247,15 +247,15 @@ def main() -> None:
     The line ``pid N`` reports the process id of the migration, and the line ``ended CODE`` its end.
     """
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
+        child_pid = os.fork()
+        if child_pid == 0:
             os.write(1, f"pid {os.getpid()}\n".encode())
             try:
                 _migrate(json.loads(line))
             except ApiError as error:
-                os._exit(_BUSY if error.reason is Reason.BUSY else _FAILED)
+                os._exit(_BUSY_EXIT_CODE if error.reason is Reason.BUSY else _FAILED_EXIT_CODE)
             os._exit(0)
-        os.write(1, f"ended {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
+        os.write(1, f"ended {os.waitstatus_to_exitcode(os.waitpid(child_pid, 0)[1])}\n".encode())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def trace_process(process_id: int) -> Iterator[None]:
-    """Trace a child process of this process. This process cannot wait for its end before the end of the block."""
+    """Trace a child process of this process. This process cannot wait for the child's end before the block ends."""
     command = [sys.executable, "-c", _TRACER, str(process_id)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tracer:
         assert tracer.stdout is not None

@@ -1,7 +1,7 @@
 """Program that writes source files of the usrbio client library with one defect each.
 
 ``python -m meta.defects.native FOLDER`` writes each patched file to ``FOLDER/<defect>/<path in the tree>``. The
-CMakeLists.txt in the folder native/ beside this file compiles it in place of the original file.
+CMakeLists.txt in the folder native/ beside this file compiles the patched file in place of the original file.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from meta.defects.proof import PROOF_PATCHES
 from meta.defects.usrbio import NATIVE_DEFECTS
-from meta.mutants.patches import patched
+from meta.mutants.patches import apply_patch
 
 __all__ = ["main"]
 
-_TREE = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 def main(folder: Path) -> None:
-    """Write the patched files. A file with the right contents is not written, so that it is not compiled again."""
+    """Write the patched files. Leave a file with the right contents as it is, so that it is not compiled again."""
     for defect in (*NATIVE_DEFECTS, *PROOF_PATCHES):
-        _, source = patched(defect.patch, _TREE)
+        _, source = apply_patch(defect.patch, _ROOT)
         path = folder / defect.patch.name / defect.patch.file
         if not path.is_file() or path.read_text() != source:
             path.parent.mkdir(parents=True, exist_ok=True)

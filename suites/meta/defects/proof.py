@@ -1,5 +1,5 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
-"""Defects of claims that bytes must prove, one function or patch each.
+"""Defects with which gdrkit claims a path that no byte has proved, one function or patch each.
 
 ``meta.defects.run`` calls each function with the imported module of gdrkit.
 """

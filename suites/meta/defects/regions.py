@@ -118,7 +118,7 @@ def ignore_frees(cache: Any) -> None:
 
     def _watch(self: Any, memory: Any) -> None:
         # A lookup requires its memory to be listed here. This entry does nothing when the memory is freed.
-        self._watched.setdefault(memory, lambda: None)
+        self._watched_memories.setdefault(memory, lambda: None)
 
     cache.RegionCache._watch = _watch
 

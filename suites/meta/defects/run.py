@@ -124,12 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     # Four runs at a time use two processors better, because a run mostly waits for its peer processes.
     with ThreadPoolExecutor(max_workers=4) as pool:
-        runs = pool.map(lambda defect: _run_review(defect, libraries), DEFECTS.values())
-        records = dict(zip(DEFECTS, runs, strict=True))
+        record_sets = pool.map(lambda defect: _run_review(defect, libraries), DEFECTS.values())
+        records = dict(zip(DEFECTS, record_sets, strict=True))
     outcomes = {name: classify_run(defect, records[name]) for name, defect in DEFECTS.items()}
-    texts = {finding.identifier: finding.text for finding in FINDINGS}
-    for identifier in sorted(texts):
-        print(f"\n{identifier}: {texts[identifier]}")  # noqa: T201
+    finding_texts = {finding.identifier: finding.text for finding in FINDINGS}
+    for identifier in sorted(finding_texts):
+        print(f"\n{identifier}: {finding_texts[identifier]}")  # noqa: T201
         _print_rows(
             (
                 identifier,

@@ -46,12 +46,12 @@ def export_empty_handle(gdr_handle: Any) -> None:
     """`export_gdr` leaves the IPC handle empty"""
 
     def export_gdr(memory: Any) -> bytes:
-        gdr_handle._require_base(memory)
+        gdr_handle._refuse_inside_allocation(memory)
         index = memory.device.index
-        packed: bytes = gdr_handle.GdrHandle(
+        packed_handle: bytes = gdr_handle.GdrHandle(
             ipc=b"\x01" * 64, length_bytes=memory.length_bytes, device_index=index
         ).pack()
-        return packed
+        return packed_handle
 
     gdr_handle.export_gdr = export_gdr
 
@@ -73,10 +73,10 @@ class _NullMemory:
 
 def import_null_pointer(gdr_handle: Any) -> None:
     """`import_gdr` returns memory with a null pointer"""
-    right_import = gdr_handle.import_gdr
+    original_function = gdr_handle.import_gdr
 
     def import_gdr(device: Any, data: bytes) -> _NullMemory:
-        right_import(device, data).close()  # It still refuses a wrong handle and a wrong device.
+        original_function(device, data).close()  # The original still refuses a wrong handle or device.
         return _NullMemory(device)
 
     gdr_handle.import_gdr = import_gdr
@@ -85,15 +85,15 @@ def import_null_pointer(gdr_handle: Any) -> None:
 def export_base_for_interior(share: Any) -> None:
     """an IPC export omits the offset of the memory in its allocation"""
 
-    def _locate(memory: Any, offset_bytes: int) -> tuple[int, int]:
+    def _locate_in_allocation(memory: Any, offset_bytes: int) -> tuple[int, int]:
         return memory.allocation_key()[0][1], 0
 
-    share._locate = _locate
+    share._locate_in_allocation = _locate_in_allocation
 
 
 def skip_base_check(gdr_handle: Any) -> None:
     """`export_gdr` accepts interior memory of an allocation"""
-    gdr_handle._require_base = lambda memory: None
+    gdr_handle._refuse_inside_allocation = lambda memory: None
 
 
 def skip_device_check(ipc: Any) -> None:

@@ -22,32 +22,32 @@ __all__ = [
 _INLINE_BYTES = 4096
 
 
-def _address(buffer: Any) -> int:
+def _get_address(buffer: Any) -> int:
     """Return the device address of the first byte of a buffer."""
     return int(buffer._registration.memory.address) + int(buffer._offset_bytes)
 
 
-def _view(buffer: Any, length_bytes: int) -> memoryview:
+def _make_view(buffer: Any, length_bytes: int) -> memoryview:
     """Return a memoryview at the device address of a buffer. The process gets SIGSEGV when it reads the view."""
-    return memoryview((ctypes.c_ubyte * length_bytes).from_address(_address(buffer))).cast("B")
+    return memoryview((ctypes.c_ubyte * length_bytes).from_address(_get_address(buffer))).cast("B")
 
 
 def copy_short_read_by_cpu(batch: Any) -> None:
     """the data of a short read is in the reply, and the CPU copies it into device memory"""
-    original_function = batch.Batch._join
+    original_function = batch.Batch._join_results
 
-    def _join(self: Any, request: Any, chunks: Any, results: Any) -> Any:
+    def _join_results(self: Any, request: Any, chunks: Any, results: Any) -> Any:
         result = original_function(self, request, chunks, results)
         buffer = request.buffer
         is_read = self.opcode is batch.IoOpcode.READ
         if is_read and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
-            inline = bytearray(result.length_bytes)
-            with request.file.client.register(inline) as received:
-                request.file.read(received, offset_bytes=request.offset_bytes)
-            ctypes.memmove(_address(buffer), bytes(inline), len(inline))
+            host_data = bytearray(result.length_bytes)
+            with request.file.client.register(host_data) as host_buffer:
+                request.file.read(host_buffer, offset_bytes=request.offset_bytes)
+            ctypes.memmove(_get_address(buffer), bytes(host_data), len(host_data))
         return result
 
-    batch.Batch._join = _join
+    batch.Batch._join_results = _join_results
 
 
 def copy_short_write_by_cpu(batch: Any) -> None:
@@ -58,7 +58,7 @@ def copy_short_write_by_cpu(batch: Any) -> None:
         buffer = request.buffer
         is_write = self.opcode is batch.IoOpcode.WRITE
         if is_write and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
-            ctypes.string_at(_address(buffer), buffer.length_bytes)
+            ctypes.string_at(_get_address(buffer), buffer.length_bytes)
         return original_function(self, request, *arguments)
 
     batch.Batch._make_operation = _make_operation
@@ -66,26 +66,26 @@ def copy_short_write_by_cpu(batch: Any) -> None:
 
 def checksum_read_by_cpu(batch: Any) -> None:
     """the CPU computes the checksum of received data in device memory"""
-    join, flags_of = batch.Batch._join, batch.Batch._choose_flags
+    original_join, original_choose_flags = batch.Batch._join_results, batch.Batch._choose_flags
     checksum_wanted, checksum_valid = batch.OperationFlag.CHECKSUM_WANTED, batch.ResultFlag.CHECKSUM_VALID
 
     def _choose_flags(self: Any, chunk: Any) -> Any:
-        flags, checksum = flags_of(self, chunk)
+        flags, checksum = original_choose_flags(self, chunk)
         return flags | checksum_wanted if self.opcode is batch.IoOpcode.READ else flags, checksum
 
-    def _join(self: Any, request: Any, chunks: Any, results: Any) -> Any:
+    def _join_results(self: Any, request: Any, chunks: Any, results: Any) -> Any:
         from gdrkit.storage.checksum import crc32c
 
-        joined = join(self, request, chunks, results)
+        joined = original_join(self, request, chunks, results)
         for chunk, result in zip(chunks, results, strict=True):
             # The checksum of the server covers only the bytes that it sent, so a read with holes cannot be compared.
             is_comparable = self.opcode is batch.IoOpcode.READ and result.flags & checksum_valid and not result.holes
-            if is_comparable and chunk.is_device_memory and crc32c(_view(chunk, result.result)) != result.checksum:
+            if is_comparable and chunk.is_device_memory and crc32c(_make_view(chunk, result.result)) != result.checksum:
                 message = "the checksum differs from the server's"
                 raise AssertionError(message)
         return joined
 
-    batch.Batch._choose_flags, batch.Batch._join = _choose_flags, _join
+    batch.Batch._choose_flags, batch.Batch._join_results = _choose_flags, _join_results
 
 
 def checksum_write_by_cpu(batch: Any) -> None:
@@ -95,8 +95,8 @@ def checksum_write_by_cpu(batch: Any) -> None:
     def _choose_flags(self: Any, chunk: Any) -> Any:
         from gdrkit.storage.checksum import crc32c
 
-        if self.opcode is batch.IoOpcode.WRITE and self._checksum and chunk.is_device_memory:
-            return batch.OperationFlag.CHECKSUM_GIVEN, crc32c(_view(chunk, chunk.length_bytes))
+        if self.opcode is batch.IoOpcode.WRITE and self._uses_checksums and chunk.is_device_memory:
+            return batch.OperationFlag.CHECKSUM_GIVEN, crc32c(_make_view(chunk, chunk.length_bytes))
         return original_function(self, chunk)
 
     batch.Batch._choose_flags = _choose_flags
@@ -108,7 +108,7 @@ def fill_holes_by_cpu(iobuffer: Any) -> None:
 
     def zero(self: Any, *, offset_bytes: int, length_bytes: int) -> None:
         if self.is_device_memory:
-            ctypes.memset(_address(self) + offset_bytes, 0, length_bytes)
+            ctypes.memset(_get_address(self) + offset_bytes, 0, length_bytes)
         else:
             original_function(self, offset_bytes=offset_bytes, length_bytes=length_bytes)
 

@@ -1,4 +1,7 @@
-"""Table of the findings of the reviews, and of the defect, case and symptom of each. docs/findings.md shows it."""
+"""Table of the findings of the reviews. Each has defects that are put back, a case that must fail, and a symptom.
+
+docs/findings.md shows the table.
+"""
 
 from __future__ import annotations
 

@@ -69,14 +69,14 @@ def export_address_as_handle(gpu: Any) -> None:
 
     def export(self: Any) -> bytes:
         address = int(self.iovec.address).to_bytes(64, "little")
-        packed: bytes = GdrHandle(ipc=address, length_bytes=self.length_bytes, device_index=self.device).pack()
-        return packed
+        packed_handle: bytes = GdrHandle(ipc=address, length_bytes=self.length_bytes, device_index=self.device).pack()
+        return packed_handle
 
     def open_raw(cls: Any, hf3fs_mount_point: str, handle: bytes) -> Any:
-        parsed = GdrHandle.parse(handle)
-        address = int.from_bytes(parsed.ipc, "little")
-        memory = cuda.borrow(cuda.Device(parsed.device_index), address, length_bytes=parsed.length_bytes)
-        return cls(gpu.make_gpu_iovec(hf3fs_mount_point, memory, device=parsed.device_index), is_owner=False)
+        parsed_handle = GdrHandle.parse(handle)
+        address = int.from_bytes(parsed_handle.ipc, "little")
+        memory = cuda.borrow(cuda.Device(parsed_handle.device_index), address, length_bytes=parsed_handle.length_bytes)
+        return cls(gpu.make_gpu_iovec(hf3fs_mount_point, memory, device=parsed_handle.device_index), is_owner=False)
 
     buffer_class.export, buffer_class.open = export, classmethod(open_raw)
 

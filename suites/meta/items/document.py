@@ -1,4 +1,4 @@
-"""Generator of the part of docs/findings.md about the items of the documents."""
+"""Generator of the tables in docs/findings.md about the items of the documents that gdrkit began with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Items of the first documents of gdrkit: the requirements and claims of each document, with the code and the cases.
 
-One TOML file in this folder describes one document. `problems` finds references that no longer exist.
+One TOML file in this folder describes one document. :func:`find_problems` finds references that no longer exist.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _symbol_exists(root: Path, reference: str) -> bool:
 
 
 def _find_definitions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[str]:
-    """Yield the names that a module or class defines; the names in a class with the name of the class."""
+    """Yield the names that a module or class defines. A name in a class has the form ``Class.name``."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield prefix + node.name

@@ -44,7 +44,7 @@ _TEXT_ASSIGNMENT = m.Assign(targets=[m.AssignTarget(target=m.OneOf(*map(m.Name, 
 _ALL_ASSIGNMENT = m.OneOf(
     m.Assign(targets=[m.AssignTarget(target=m.Name("__all__"))]), m.AnnAssign(target=m.Name("__all__"))
 )
-_SKIPPED = m.OneOf(
+_SKIPPED_NODES = m.OneOf(
     m.Annotation(),
     m.Decorator(),
     m.Import(),
@@ -69,8 +69,8 @@ def _is_text_argument(call: cst.Call, argument: cst.Arg) -> bool:
     """Return whether no case should check an argument of a call, because it is text for people."""
     keyword = argument.keyword.value if argument.keyword else ""
     # A thread name is text for people. The daemon flag matters only to a process that ends without close().
-    is_of_thread = m.matches(call.func, m.OneOf(m.Name("Thread"), m.Attribute(attr=m.Name("Thread"))))
-    return _is_text(argument.value) or keyword in _TEXT_NAMES or (is_of_thread and keyword in {"name", "daemon"})
+    is_thread_call = m.matches(call.func, m.OneOf(m.Name("Thread"), m.Attribute(attr=m.Name("Thread"))))
+    return _is_text(argument.value) or keyword in _TEXT_NAMES or (is_thread_call and keyword in {"name", "daemon"})
 
 
 def _remove_statement(node: cst.Expr | cst.Raise) -> Iterator[cst.CSTNode]:
@@ -82,7 +82,7 @@ def _remove_statement(node: cst.Expr | cst.Raise) -> Iterator[cst.CSTNode]:
 _OPERATORS = (*mutation_operators, (cst.Expr, _remove_statement), (cst.Raise, _remove_statement))
 
 
-def _only_makes_false_none(node: cst.CSTNode, replacement: cst.CSTNode) -> bool:
+def _only_replaces_false_by_none(node: cst.CSTNode, replacement: cst.CSTNode) -> bool:
     """Return whether a mutation only replaces False by None."""
     pairs = [(node, replacement)]
     if isinstance(node, cst.Call) and isinstance(replacement, cst.Call) and len(node.args) == len(replacement.args):
@@ -105,13 +105,13 @@ def _changes_only_text(node: cst.CSTNode, replacement: cst.CSTNode) -> bool:
 
 def _find_mutations(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode, str]]:
     """Yield every mutation of a node and its children: the changed node, its replacement, the name of the operator."""
-    if m.matches(node, _SKIPPED):
+    if m.matches(node, _SKIPPED_NODES):
         return
     for node_type, operator in _OPERATORS:
         if isinstance(node, node_type):
             name = operator.__name__.removeprefix("operator_").removeprefix("_")
             for replacement in operator(node):
-                if not _changes_only_text(node, replacement) and not _only_makes_false_none(node, replacement):
+                if not _changes_only_text(node, replacement) and not _only_replaces_false_by_none(node, replacement):
                     yield node, replacement, name
     for child in node.children:
         if isinstance(node, cst.Call) and isinstance(child, cst.Arg) and _is_text_argument(node, child):
@@ -135,13 +135,15 @@ def _draw_mutants(root: Path, files: Sequence[str], generator: random.Random) ->
         mutations += [(file, tree, *mutation) for mutation in _find_mutations(tree)]
     generator.shuffle(mutations)
     # The first round has one mutation of each operator, the second round another mutation of each operator, and so on.
-    counts: Counter[str] = Counter()
-    rounds = []
+    count_by_operator: Counter[str] = Counter()
+    round_numbers = []
     for *_, operator in mutations:
-        counts[operator] += 1
-        rounds.append(counts[operator])
+        count_by_operator[operator] += 1
+        round_numbers.append(count_by_operator[operator])
     # sorted() keeps the random order within a round.
-    mutations = [mutation for _, mutation in sorted(zip(rounds, mutations, strict=True), key=lambda pair: pair[0])]
+    mutations = [
+        mutation for _, mutation in sorted(zip(round_numbers, mutations, strict=True), key=lambda pair: pair[0])
+    ]
     for file, tree, node, replacement, operator in mutations:
         source = tree.code
         mutated_tree = tree.deep_replace(node, replacement)

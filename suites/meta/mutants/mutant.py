@@ -128,16 +128,20 @@ class Result:
 
 def find_changed_lines(before: str, after: str) -> tuple[int, str, str]:
     """Return the number of the first line that differs, and the lines that differ in both texts."""
-    old, new = before.splitlines(), after.splitlines()
-    head = _count_common_lines(old, new)
-    tail = _count_common_lines(old[head:][::-1], new[head:][::-1])
-    return head + 1, "\n".join(old[head : len(old) - tail]).strip(), "\n".join(new[head : len(new) - tail]).strip()
+    old_lines, new_lines = before.splitlines(), after.splitlines()
+    head_count = _count_common_lines(old_lines, new_lines)
+    tail_count = _count_common_lines(old_lines[head_count:][::-1], new_lines[head_count:][::-1])
+    return (
+        head_count + 1,
+        "\n".join(old_lines[head_count : len(old_lines) - tail_count]).strip(),
+        "\n".join(new_lines[head_count : len(new_lines) - tail_count]).strip(),
+    )
 
 
 def _count_common_lines(first: Sequence[str], second: Sequence[str]) -> int:
     """Return the number of lines that are equal in both texts, counted from the beginning to the first difference."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (line, other) in pairs if line != other), min(len(first), len(second)))
+    return next((index for index, (line, other_line) in pairs if line != other_line), min(len(first), len(second)))
 
 
 def read_equivalent_reasons(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str], str]:

@@ -16,7 +16,7 @@ from meta.mutants.mutant import Mutant, PatchMismatch, find_changed_lines
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["PATCHES", "Patch", "make_mutant", "patched"]
+__all__ = ["PATCHES", "Patch", "apply_patch", "make_mutant"]
 
 _STORAGE = ("suites/storage", "-k", "not fuzzer")
 _AGENT = (
@@ -166,8 +166,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "number-of-64-bits-in-a-request",
         "gdrkit/storage/control.py",
-        "_INT63 = (1 << 63) - 1",
-        "_INT63 = 1 << 63",
+        "_NUMBER_MAX = (1 << 63) - 1",
+        "_NUMBER_MAX = 1 << 63",
     ),
     # ------------------------------------------------------------------------------------------- the storage service
     Patch(
@@ -180,7 +180,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "checksum-of-the-last-segment-alone",
         "native/storage/segments.cpp",
-        "segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, count)",
+        "segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, read_bytes)",
         "checksum",
         cases=_STORAGE,
     ),
@@ -287,26 +287,26 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 
-def patched(patch: Patch, root: Path) -> tuple[str, str]:
+def apply_patch(patch: Patch, root: Path) -> tuple[str, str]:
     """Return the text of the patched file in the tree at `root`, without and with the patch.
 
     Raises
     ------
     PatchMismatch
-        The text does not occur exactly once, or, if `search_from` is given, not at all after it.
+        The text does not occur exactly once. If `search_from` is given: the text does not occur after it.
     """
     path = root / patch.file
     source = path.read_text() if path.is_file() else ""
     start = source.find(patch.search_from)
-    head, searched = source[: max(start, 0)], source[max(start, 0) :]
-    count = searched.count(patch.before)
+    head, searched_text = source[: max(start, 0)], source[max(start, 0) :]
+    count = searched_text.count(patch.before)
     if start < 0 or (count != 1 and not (patch.search_from and count)):
         message = (
-            f"patch {patch.name}: {patch.file} has its text {count} times, not once; "
+            f"patch {patch.name}: {patch.file} has the text to replace {count} times, not once; "
             "adapt the patch in suites/meta/mutants/patches.py to the new code"
         )
         raise PatchMismatch(message)
-    return source, head + searched.replace(patch.before, patch.after, 1)
+    return source, head + searched_text.replace(patch.before, patch.after, 1)
 
 
 def make_mutant(patch: Patch, root: Path) -> Mutant:
@@ -317,9 +317,9 @@ def make_mutant(patch: Patch, root: Path) -> Mutant:
     PatchMismatch
         The text does not occur exactly once.
     """
-    source, changed = patched(patch, root)
-    line, before, after = find_changed_lines(source, changed)
+    source, changed_source = apply_patch(patch, root)
+    line, before, after = find_changed_lines(source, changed_source)
     path = root / patch.file
     module = "native" if patch.file.startswith("native/") else path.stem
     operator = f"patch {patch.name}"
-    return Mutant(module, patch.file, line, operator, before, after, changed, patch.cases or CASES[patch.file])
+    return Mutant(module, patch.file, line, operator, before, after, changed_source, patch.cases or CASES[patch.file])

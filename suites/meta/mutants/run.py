@@ -2,9 +2,9 @@
 
 The mutants are a random sample by the operators of mutmut, and the patches of patches.py. The program puts each mutant
 into a copy of the tree, and runs the cases of the file that modules.py lists. A mutant is killed if a case fails, and
-fails again when it runs alone. If the cases fail without any mutant, the program reports that and ends. Equivalent
-mutants do not count. The exit code is 0 if at least nine of ten other mutants are killed, every patch compiles, and
-at most one mutant in twenty is listed as equivalent. Otherwise it is 1.
+fails again when it runs alone. If the cases fail without any mutant, the program reports this failure and ends.
+Equivalent mutants do not count. The exit code is 0 if at least nine of ten other mutants are killed, every patch
+compiles, and at most one mutant in twenty is listed as equivalent. Otherwise it is 1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SAMPLE_COUNT = 150
 SCORE_MIN = 0.9
 # Largest share of the sample that may be in equivalent.toml.
 EQUIVALENT_SHARE_MAX = 0.05
-_KILLED = frozenset({MutantOutcome.KILLED, MutantOutcome.TIMEOUT})
+_KILLED_OUTCOMES = frozenset({MutantOutcome.KILLED, MutantOutcome.TIMEOUT})
 _GENERATE_TIMEOUT_S = 600
 _TREE = Path(__file__).resolve().parents[3]
 
@@ -75,19 +75,19 @@ def draw_mutants(
         timeout=_GENERATE_TIMEOUT_S,
     )
     mutants = []
-    for generated in json.loads(reply.stdout):
-        file, source = generated["file"], generated["source"]
+    for mutation in json.loads(reply.stdout):
+        file, source = mutation["file"], mutation["source"]
         line, before, after = find_changed_lines((tree / file).read_text(), source)
-        module, operator = generated["module"], generated["operator"]
+        module, operator = mutation["module"], mutation["operator"]
         mutants.append(Mutant(module, file, line, operator, before, after, source, CASES[file]))
     return mutants
 
 
 def compute_score(results: Sequence[Result]) -> float:
     """Return the share of killed mutants among all that compile and are not equivalent; 1 without such mutants."""
-    excluded = {MutantOutcome.EQUIVALENT, MutantOutcome.NOT_COMPILED}
-    outcomes = [result.outcome for result in results if result.outcome not in excluded]
-    return sum(outcome in _KILLED for outcome in outcomes) / len(outcomes) if outcomes else 1.0
+    excluded_outcomes = {MutantOutcome.EQUIVALENT, MutantOutcome.NOT_COMPILED}
+    outcomes = [result.outcome for result in results if result.outcome not in excluded_outcomes]
+    return sum(outcome in _KILLED_OUTCOMES for outcome in outcomes) / len(outcomes) if outcomes else 1.0
 
 
 class _Campaign:
@@ -98,13 +98,13 @@ class _Campaign:
     ) -> None:
         self.results: dict[int, Result] = {}
         self.is_stopping = False
-        self._native: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
-        self._python: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
+        self._native_queue: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
+        self._python_queue: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
         self._baselines: dict[tuple[str, ...], float] = {}
         self._lock = threading.Lock()
         # Each set of cases has its own lock, so that workers take the baselines of different sets at the same time.
         self._baseline_locks = {mutant.cases: threading.Lock() for mutant in mutants}
-        self._count = len(mutants)
+        self._mutant_count = len(mutants)
         for index, mutant in enumerate(mutants):
             reason = reasons.get(mutant.content)
             if reason is not None:
@@ -112,16 +112,16 @@ class _Campaign:
             elif mutant.content in kills:
                 self._add(index, dataclasses.replace(kills[mutant.content], mutant=mutant))
             else:
-                (self._native if mutant.is_native else self._python).put((index, mutant))
+                (self._native_queue if mutant.is_native else self._python_queue).put((index, mutant))
 
-    def run_worker(self, worker: Worker, *, compiles: bool) -> None:
-        """Try mutants until the queues are empty. Only the worker with `compiles` takes native mutants."""
+    def run_worker(self, worker: Worker, *, may_compile: bool) -> None:
+        """Try mutants until the queues are empty. Only the worker with `may_compile` takes native mutants."""
         is_done = False
         try:
-            if compiles and not self._native.empty():
+            if may_compile and not self._native_queue.empty():
                 worker.build_baseline()
-                self._try_mutants(worker, self._native)
-            self._try_mutants(worker, self._python)
+                self._try_mutants(worker, self._native_queue)
+            self._try_mutants(worker, self._python_queue)
             is_done = True
         finally:
             self.is_stopping |= not is_done
@@ -141,7 +141,7 @@ class _Campaign:
         mutant = result.mutant
         with self._lock:
             self.results[index] = result
-            progress = f"{len(self.results)}/{self._count}"
+            progress = f"{len(self.results)}/{self._mutant_count}"
         print(  # noqa: T201
             f"{progress} {result.outcome.value:10} {mutant.file}:{mutant.line} {mutant.operator} "
             f"{result.duration_s:.0f} s {result.killed_by or result.note}",
@@ -170,7 +170,7 @@ def try_all_mutants(
     campaign = _Campaign(mutants, reasons, kills or {})
     with ThreadPoolExecutor(max_workers=max(len(workers), 1)) as pool:
         futures = [
-            pool.submit(campaign.run_worker, worker, compiles=index == 0) for index, worker in enumerate(workers)
+            pool.submit(campaign.run_worker, worker, may_compile=index == 0) for index, worker in enumerate(workers)
         ]
         try:
             for future in futures:
@@ -188,7 +188,7 @@ def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Content,
         evidence = record.evidence
         file, operator, before, after = (str(evidence.get(name)) for name in ("file", "operator", "before", "after"))
         mutant = mutants_by_content.get((file, operator, before, after))
-        if mutant is None or evidence.get("outcome") not in {outcome.value for outcome in _KILLED}:
+        if mutant is None or evidence.get("outcome") not in {outcome.value for outcome in _KILLED_OUTCOMES}:
             continue
         kills[mutant.content] = Result(
             mutant,
@@ -204,10 +204,12 @@ def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Content,
 
 def _make_mutant_record(result: Result, seed: str, command: str) -> Record:
     mutant = result.mutant
-    survived = result.outcome is MutantOutcome.SURVIVED
-    verdict = Verdict.PASS if result.outcome in _KILLED else Verdict.FAIL if survived else Verdict.NOT_RUN
-    text = result.note or ("no case noticed it" if survived else result.outcome.value)
-    reasons = () if verdict is Verdict.PASS else (CaseReason(text=text, foreseen=None if survived else True),)
+    has_survived = result.outcome is MutantOutcome.SURVIVED
+    verdict = Verdict.PASS if result.outcome in _KILLED_OUTCOMES else Verdict.FAIL if has_survived else Verdict.NOT_RUN
+    reason_text = result.note or ("no case noticed it" if has_survived else result.outcome.value)
+    reasons = (
+        () if verdict is Verdict.PASS else (CaseReason(text=reason_text, foreseen=None if has_survived else True),)
+    )
     evidence: dict[str, object] = {
         "module": mutant.module,
         "file": mutant.file,

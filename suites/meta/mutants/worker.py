@@ -28,17 +28,17 @@ __all__ = ["BaselineFailed", "Worker"]
 _ROUNDS_MAX = 3
 # Time limit of a case with a mutant. Without a mutant, every case must be faster.
 _CASE_TIMEOUT_S = 40
-# The time limit of a run with a mutant is the time of the run without it times the factor, and at least the minimum.
+# The time limit of a run with a mutant is the time without a mutant, times the factor, but at least the minimum.
 _LIMIT_FACTOR, _LIMIT_MIN_S = 3, 90.0
 _BASELINE_LIMIT_S = 400.0
 # Time that pytest has for its tear-down after SIGINT.
-_INTERRUPT_S = 15
+_TEAR_DOWN_TIMEOUT_S = 15
 _BUILD_TIMEOUT_S = 900
 # Environment variable that marks all processes of a run.
 _MARKER = "GDRKIT_MUTANT_RUN"
 _COMPILED_PYTHON = shutil.ignore_patterns("__pycache__", "*.pyc")
-_NOT_COPIED = frozenset({"build", "dist"})
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+_FOLDERS_NOT_COPIED = frozenset({"build", "dist"})
+_FAILED_CASE = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 # Modification time of the first mutant, in seconds since 1970: long ago, so that no real file has it.
 _FIRST_MTIME_S = 1_000_000_000
 
@@ -72,7 +72,7 @@ class Worker:
         shutil.rmtree(folder, ignore_errors=True)
         self.tree.mkdir(parents=True)
         for entry in source.iterdir():
-            if entry.is_dir() and not entry.name.startswith(".") and entry.name not in _NOT_COPIED:
+            if entry.is_dir() and not entry.name.startswith(".") and entry.name not in _FOLDERS_NOT_COPIED:
                 shutil.copytree(entry, self.tree / entry.name, ignore=_COMPILED_PYTHON, symlinks=True)
             elif entry.is_file() and entry.name != ".git":
                 shutil.copy2(entry, self.tree / entry.name)
@@ -82,9 +82,9 @@ class Worker:
     def _redirect(self, source: Path, environment: Path) -> None:
         """Replace the original paths of tree and environment by the paths of the copies, in the copied environment."""
         scripts = (self._environment / "bin").iterdir()
-        links = self._environment.glob("lib/python*/site-packages/_editable*.py")
-        paths = self._environment.glob("lib/python*/site-packages/*.pth")
-        for path in [*scripts, *links, *paths]:
+        editable_loaders = self._environment.glob("lib/python*/site-packages/_editable*.py")
+        path_files = self._environment.glob("lib/python*/site-packages/*.pth")
+        for path in [*scripts, *editable_loaders, *path_files]:
             if path.is_symlink() or not path.is_file():
                 continue
             data = path.read_bytes()
@@ -129,18 +129,18 @@ class Worker:
         self._write(path, mutant.source)
         try:
             if mutant.is_native and not self.build():
-                outcome = Result(mutant, MutantOutcome.NOT_COMPILED)
+                case_result = Result(mutant, MutantOutcome.NOT_COMPILED)
             else:
-                outcome = self._run_and_classify(mutant, limit_s)
+                case_result = self._run_and_classify(mutant, limit_s)
         finally:
             self._write(path, original)
             self._is_native_stale |= mutant.is_native
         duration_s = round(time.monotonic() - start_s, 1)
         return Result(
             mutant,
-            outcome.outcome,
-            outcome.killed_by,
-            outcome.note,
+            case_result.outcome,
+            case_result.killed_by,
+            case_result.note,
             duration_s,
             round(baseline_s, 1),
             round(limit_s, 1),
@@ -250,28 +250,28 @@ class Worker:
         ) as child:
             timed_out = False
             try:
-                text, _ = child.communicate(timeout=limit_s)
+                output, _ = child.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:
                 timed_out = True
                 # After SIGINT, pytest tears its fixtures down, which also unmounts file systems.
                 os.killpg(child.pid, signal.SIGINT)
                 try:
-                    text, _ = child.communicate(timeout=_INTERRUPT_S)
+                    output, _ = child.communicate(timeout=_TEAR_DOWN_TIMEOUT_S)
                 except subprocess.TimeoutExpired:
                     _kill_marked_processes(marker)
-                    text, _ = child.communicate()
+                    output, _ = child.communicate()
         _kill_marked_processes(marker)
         shutil.rmtree(self.tree / ".hypothesis", ignore_errors=True)
-        failed = _FAILED.search(text)
-        case = failed[1] if failed else f"the run ended with {child.returncode}"
+        failure_match = _FAILED_CASE.search(output)
+        case = failure_match[1] if failure_match else f"the run ended with {child.returncode}"
         passed = child.returncode == 0 and not timed_out
-        return CasesRun(passed, timed_out, "" if passed else case, time.monotonic() - start_s), text
+        return CasesRun(passed, timed_out, "" if passed else case, time.monotonic() - start_s), output
 
 
 def _kill_marked_processes(marker: str) -> None:
     """Kill the remaining processes of a run: every process whose environment has the marker."""
     variable = f"{_MARKER}={marker}".encode()
-    # A process may start children while this loop reads /proc, so it is read again.
+    # A process may start children while this loop reads /proc, so the loop is repeated.
     for _ in range(3):
         has_killed = False
         for folder in Path("/proc").glob("[0-9]*"):
