@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_SERIAL = iter(range(1 << 62))
+_FOLDER_NUMBERS = iter(range(1 << 62))
 
 
 @pytest.fixture(scope="session")
@@ -23,8 +23,8 @@ def state_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def state_folder(state_folders: Path) -> Iterator[Path]:
-    """Name a state folder that does not exist yet in GDRKIT_STATE, for this process and its children."""
-    folder = state_folders / str(next(_SERIAL))
+    """Set GDRKIT_STATE to the path of a folder that does not exist yet, for this process and its children."""
+    folder = state_folders / str(next(_FOLDER_NUMBERS))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(STATE_VARIABLE, str(folder))
         yield folder

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = ["SCENARIOS", "main"]
 
-# A call that does not end in this time has stopped for ever.
+# A call that takes longer than this counts as a call that never ends.
 _TIMEOUT_S = 30.0
 _LENGTH_BYTES = 4096
-# The errors that a call or a handler may raise, because the other one has closed what it uses.
-_ALLOWED = frozenset({Reason.CLOSED, Reason.BUSY, Reason.CANCELLED})
+# The call and the handler may fail for these reasons, because each can close an object that the other uses.
+_ALLOWED_REASONS = frozenset({Reason.CLOSED, Reason.BUSY, Reason.CANCELLED})
 
 
-class _Round(NamedTuple):
+class _InterruptedCall(NamedTuple):
     """A call, the handler that interrupts it, and a check after both."""
 
     call: Callable[[], object]
@@ -44,14 +44,14 @@ class _Round(NamedTuple):
 
 
 @contextlib.contextmanager
-def _retain(_folder: Path) -> Iterator[_Round]:
+def _retain_context(_folder: Path) -> Iterator[_InterruptedCall]:
     with cuda.Device(0) as device:
-        yield _Round(device.context_handle, device.context_handle)
+        yield _InterruptedCall(device.context_handle, device.context_handle)
     assert not any(kind.startswith("cuda") for kind in handles.live())
 
 
 @contextlib.contextmanager
-def _lease(_folder: Path, *, closes: bool = False) -> Iterator[_Round]:
+def _lease_buffer(_folder: Path, *, handler_closes_memory: bool = False) -> Iterator[_InterruptedCall]:
     with cuda.Device(0) as device, cufile.Driver() as driver, device.allocate(_LENGTH_BYTES) as memory:
         cache = cufile.BufferCache(driver)
 
@@ -59,18 +59,18 @@ def _lease(_folder: Path, *, closes: bool = False) -> Iterator[_Round]:
             with cache.lease(memory):
                 assert cache.registered_bytes in (0, _LENGTH_BYTES)
 
-        yield _Round(lease, memory.close if closes else lease)
+        yield _InterruptedCall(lease, memory.close if handler_closes_memory else lease)
         memory.close()
         assert cache.registered_bytes == 0
         assert "cufile.buffer" not in handles.live()
 
 
-def _lease_and_close(folder: Path) -> contextlib.AbstractContextManager[_Round]:
-    return _lease(folder, closes=True)
+def _lease_buffer_and_close_memory(folder: Path) -> contextlib.AbstractContextManager[_InterruptedCall]:
+    return _lease_buffer(folder, handler_closes_memory=True)
 
 
 @contextlib.contextmanager
-def _close_memory(_folder: Path) -> Iterator[_Round]:
+def _close_memory(_folder: Path) -> Iterator[_InterruptedCall]:
     with cuda.Device(0) as device, cufile.Driver() as driver, device.allocate(_LENGTH_BYTES) as memory:
         cache = cufile.BufferCache(driver)
         with cache.lease(memory):
@@ -80,14 +80,14 @@ def _close_memory(_folder: Path) -> Iterator[_Round]:
             with cache.lease(memory):
                 pass
 
-        yield _Round(memory.close, lease)
+        yield _InterruptedCall(memory.close, lease)
         memory.close()
         assert cache.registered_bytes == 0
         assert "cufile.buffer" not in handles.live()
 
 
 @contextlib.contextmanager
-def _use_stream(_folder: Path) -> Iterator[_Round]:
+def _use_stream(_folder: Path) -> Iterator[_InterruptedCall]:
     with cuda.Device(0) as device, cufile.Driver() as driver, device.allocate(_LENGTH_BYTES) as memory:
         stream, other_stream = device.stream(), device.stream()
         with cufile.RegisteredBuffer(driver, memory) as buffer:
@@ -96,11 +96,11 @@ def _use_stream(_folder: Path) -> Iterator[_Round]:
                 with buffer.use_stream(used_stream, "read"):
                     pass
 
-            yield _Round(lambda: use(stream), lambda: use(other_stream))
+            yield _InterruptedCall(lambda: use(stream), lambda: use(other_stream))
 
 
 @contextlib.contextmanager
-def _load(folder: Path, handler: Callable[[safetensors.ModelLoad], object]) -> Iterator[_Round]:
+def _wait_for_load(folder: Path, handler: Callable[[safetensors.ModelLoad], object]) -> Iterator[_InterruptedCall]:
     with safetensors.start_load_files([folder / "model.safetensors"], framework="dlpack") as load:
         results: list[safetensors.LoadedTensors] = []
 
@@ -111,24 +111,24 @@ def _load(folder: Path, handler: Callable[[safetensors.ModelLoad], object]) -> I
             else:
                 load.close()
 
-        yield _Round(lambda: results.append(load.result()), lambda: handler(load), check)
+        yield _InterruptedCall(lambda: results.append(load.result()), lambda: handler(load), check)
 
 
 @contextlib.contextmanager
-def _open(folder: Path) -> Iterator[_Round]:
+def _get_tensors(folder: Path) -> Iterator[_InterruptedCall]:
     with safetensors.safe_open(folder / "model.safetensors", "dlpack") as file:
         results = []
-        yield _Round(lambda: results.append(file.get_tensors()), file.get_tensors)
+        yield _InterruptedCall(lambda: results.append(file.get_tensors()), file.get_tensors)
         assert file.get_tensors() is results[0]
 
 
 @contextlib.contextmanager
-def _host_memory(_folder: Path) -> Iterator[_Round]:
-    yield _Round(lambda: HostMemory(_LENGTH_BYTES).close(), lambda: HostMemory(_LENGTH_BYTES).close())
+def _allocate_host_memory(_folder: Path) -> Iterator[_InterruptedCall]:
+    yield _InterruptedCall(lambda: HostMemory(_LENGTH_BYTES).close(), lambda: HostMemory(_LENGTH_BYTES).close())
 
 
 @contextlib.contextmanager
-def _memory_pool(_folder: Path) -> Iterator[_Round]:
+def _allocate_from_memory_pool(_folder: Path) -> Iterator[_InterruptedCall]:
     with MemoryPool(HostAllocator(), idle_bytes_max=4 * GPU_RDMA_PAGE_BYTES) as pool:
         pool.allocate(_LENGTH_BYTES).close()
 
@@ -136,12 +136,12 @@ def _memory_pool(_folder: Path) -> Iterator[_Round]:
             with pool.allocate(_LENGTH_BYTES), pool.allocate(_LENGTH_BYTES):
                 assert pool.statistics().in_use_blocks >= 2
 
-        yield _Round(use, use)
+        yield _InterruptedCall(use, use)
         assert pool.statistics().in_use_blocks == 0
 
 
 @contextlib.contextmanager
-def _buffer_pool(_folder: Path) -> Iterator[_Round]:
+def _allocate_from_buffer_pool(_folder: Path) -> Iterator[_InterruptedCall]:
     (opened_nic,) = verbs.open_active_nics(count_max=1)
     with opened_nic as nic, BufferPool(HostAllocator(), [nic], buffer_bytes=64, count=2) as pool:
 
@@ -150,48 +150,48 @@ def _buffer_pool(_folder: Path) -> Iterator[_Round]:
                 buffer.write(b"data")
                 assert pool.statistics().free <= 1
 
-        yield _Round(use, use)
+        yield _InterruptedCall(use, use)
         assert pool.statistics().free == 2
 
 
-SCENARIOS: dict[str, Callable[[Path], contextlib.AbstractContextManager[_Round]]] = {
-    "retain": _retain,
-    "lease": _lease,
-    "lease_and_close": _lease_and_close,
+SCENARIOS: dict[str, Callable[[Path], contextlib.AbstractContextManager[_InterruptedCall]]] = {
+    "retain": _retain_context,
+    "lease": _lease_buffer,
+    "lease_and_close": _lease_buffer_and_close_memory,
     "close_memory": _close_memory,
     "use_stream": _use_stream,
-    "result": lambda folder: _load(folder, lambda load: load.result()),
-    "result_and_close": lambda folder: _load(folder, lambda load: load.close()),
-    "get_tensors": _open,
-    "host_memory": _host_memory,
-    "memory_pool": _memory_pool,
-    "buffer_pool": _buffer_pool,
+    "result": lambda folder: _wait_for_load(folder, lambda load: load.result()),
+    "result_and_close": lambda folder: _wait_for_load(folder, lambda load: load.close()),
+    "get_tensors": _get_tensors,
+    "host_memory": _allocate_host_memory,
+    "memory_pool": _allocate_from_memory_pool,
+    "buffer_pool": _allocate_from_buffer_pool,
 }
 
 
 def _raise_unexpected(errors: list[GdrkitError]) -> None:
     for error in errors:
-        if error.reason not in _ALLOWED:
+        if error.reason not in _ALLOWED_REASONS:
             raise error
 
 
-def _run(one: _Round, point: int) -> str:
-    """Run the handler at one point of the call. Return where that was."""
+def _run_handler_at(interrupted_call: _InterruptedCall, point: int) -> str:
+    """Run the handler at a point of the call. Return the source line, or "" if the call has fewer points."""
     errors: list[GdrkitError] = []
 
     def handle() -> None:
         try:
-            one.handler()
+            interrupted_call.handler()
         except GdrkitError as handler_error:
             errors.append(handler_error)
 
     interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), handler=handle)
     try:
-        interrupter.call(one.call)
+        interrupter.call(interrupted_call.call)
     except GdrkitError as call_error:
         errors.append(call_error)
     _raise_unexpected(errors)
-    one.check()
+    interrupted_call.check()
     return interrupter.where
 
 
@@ -199,22 +199,22 @@ def _sweep(scenario: str, folder: Path) -> int:
     """Run the handler at each point of the call. Return the number of points."""
     for point in itertools.count(1):
         faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True)
-        where = ""
+        source_line = ""
         try:
-            with SCENARIOS[scenario](folder) as one:
-                where = _run(one, point)
+            with SCENARIOS[scenario](folder) as interrupted_call:
+                source_line = _run_handler_at(interrupted_call, point)
         except BaseException as error:
-            error.add_note(f"the handler ran at point {point}: {where}")
+            error.add_note(f"the handler ran at point {point}: {source_line}")
             raise
         faulthandler.cancel_dump_traceback_later()
-        if not where:
+        if not source_line:
             return point - 1
     raise AssertionError
 
 
 def main() -> None:
-    """Run the sweep of the arguments."""
-    warnings.simplefilter("error")  # An object that a handler makes superfluous is closed, too.
+    """Sweep the scenario that the arguments name."""
+    warnings.simplefilter("error")  # An object that is not closed causes a warning.
     sys.stdout.write(f"{_sweep(sys.argv[1], Path(sys.argv[2]))} points\n")
 
 

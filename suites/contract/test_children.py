@@ -19,13 +19,13 @@ from gdrkit import children
 from gdrkit.errors import BrokenResource, Reason
 
 # This program starts another process, prints its process id and waits.
-_PARENT_PROGRAM = """
+_START_CHILD_PROGRAM = """
 import subprocess, sys, time
 print(subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL).pid, flush=True)
 time.sleep(100)
 """
-# This program prints its descriptors, and whether it leads a session.
-_INHERITED_PROGRAM = """
+# This program prints its descriptors, whether it leads a session, and its standard input.
+_PRINT_DESCRIPTORS_PROGRAM = """
 import os, sys
 print(sorted(int(fd) for fd in os.listdir("/proc/self/fd")), os.getsid(0) == os.getpid(), sys.stdin.read())
 sys.exit(3)
@@ -41,7 +41,7 @@ def has_ended(process_id: int) -> bool:
 
 
 def test_kill_of_a_child_ends_its_process_group() -> None:
-    child = subprocess.Popen([sys.executable, "-c", _PARENT_PROGRAM], stdout=subprocess.PIPE, process_group=0)
+    child = subprocess.Popen([sys.executable, "-c", _START_CHILD_PROGRAM], stdout=subprocess.PIPE, process_group=0)
     assert child.stdout is not None
     grandchild_pid = int(child.stdout.readline())
     child.stdout.close()
@@ -58,7 +58,8 @@ def test_kill_of_a_child_ends_its_process_group() -> None:
 def test_child_that_outlives_sigkill_is_abandoned(*, leads_group: bool) -> None:
     child = subprocess.Popen(["sleep", "100"], process_group=0 if leads_group else None)
     with trace_process(child.pid):
-        # The signal of `kill_child` may need longer than its limit to end the process on a busy machine.
+        # On a busy machine, SIGKILL may take longer to end the process than `kill_child` waits. So the case sends it
+        # first.
         os.kill(child.pid, signal.SIGKILL)
         wait_until(lambda: has_ended(child.pid), "the child has the state Z")
         started_s = time.monotonic()
@@ -77,18 +78,18 @@ def test_spawned_child_inherits_no_descriptors(tmp_path: Path) -> None:
     inherited_fd = os.dup(0)
     os.set_inheritable(inherited_fd, True)  # noqa: FBT003 - the function takes no names.
     child, output_path = children.SpawnedChild(), tmp_path / "output"
-    command = [sys.executable, "-c", _INHERITED_PROGRAM]
+    command = [sys.executable, "-c", _PRINT_DESCRIPTORS_PROGRAM]
     child.start(command, os.environ, output_path=str(output_path), error_output_path=str(tmp_path / "error_output"))
     os.close(inherited_fd)
     assert child.wait(60) == child.returncode == 3
-    # The last descriptor is of the folder that the child lists.
+    # Descriptor 3 is the folder /proc/self/fd, which the child has open while it lists it.
     assert output_path.read_text() == "[0, 1, 2, 3] True \n"
     assert child.end() == ""
 
 
 def test_spawned_child_ends_with_its_process_group(tmp_path: Path) -> None:
     child, output_path = children.SpawnedChild(), tmp_path / "output"
-    command = [sys.executable, "-c", _PARENT_PROGRAM]
+    command = [sys.executable, "-c", _START_CHILD_PROGRAM]
     child.start(command, os.environ, output_path=str(output_path), error_output_path=str(tmp_path / "error_output"))
     wait_until(lambda: output_path.read_text().endswith("\n"), "the child has started its child")
     with pytest.raises(subprocess.TimeoutExpired):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cufile.driver)
 
-# This program prints the fields of the error of library_version().
+# This program prints the fields of the error that library_version() raises.
 _PRINT_VERSION_ERROR = """
 import json
 from gdrkit import cufile
@@ -41,13 +41,13 @@ def test_statistics_layout_is_that_of_the_bindings() -> None:
     # Each word contains its index, so that a field at a wrong offset has a wrong value.
     layout = _cufile.load().stats_level3_dtype
     version = _get_layout_version()
-    words = b"".join(index.to_bytes(8, "little") for index in range(layout.itemsize // 8))
+    counter_words = b"".join(index.to_bytes(8, "little") for index in range(layout.itemsize // 8))
     basic_layout = layout["detailed"]["basic"]
-    for name, value in _layout.unpack_basic_counters(words, version=version).items():
+    for name, value in _layout.unpack_basic_counters(counter_words, version=version).items():
         # A pair of counters has the successes in the first word and the errors in the second.
         offset_in_pair = 8 if name.endswith("_err") else 0
         assert value * 8 == basic_layout.fields[name.removesuffix("_err")][1] + offset_in_pair, name
-    read_sizes, write_sizes = _layout.unpack_histograms(words, version=version)
+    read_sizes, write_sizes = _layout.unpack_histograms(counter_words, version=version)
     detailed = layout["detailed"].fields
     assert (read_sizes[0] * 8, write_sizes[0] * 8) == (
         detailed["read_size_kb_hist"][1],
@@ -55,7 +55,7 @@ def test_statistics_layout_is_that_of_the_bindings() -> None:
     )
     assert (len(read_sizes), len(write_sizes)) == (32, 32)
     gpu_offset, gpu_fields = layout.fields["per_gpu_stats"][1], layout["per_gpu_stats"].base.fields
-    _uuid, counters = next(iter(_layout.unpack_gpu_counters(words, version=version)))
+    _uuid, counters = next(iter(_layout.unpack_gpu_counters(counter_words, version=version)))
     assert len(counters) == len(gpu_fields) - 1
     for name, value in counters.items():
         assert value * 8 == gpu_offset + gpu_fields[name][1], name

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 pytestmark = needs(cuda_needs.device())
 
 INVALID_VALUE, INVALID_CONTEXT, NOT_SUPPORTED = 1, 201, 801  # CUresult values
-# The errnos of mmap(2) of a dma-buf: of the CUDA twin (a library that emulates the driver and its GPUs), of the kernel,
-# and of the NVIDIA driver.
+# The CUDA twin (a library that emulates the driver and its GPUs), the kernel and the NVIDIA driver refuse mmap(2) of a
+# dma-buf with these errnos.
 MMAP_ERRNOS = {errno.EACCES, errno.EINVAL, 524}
 
 ACCESS_PROGRAM = """

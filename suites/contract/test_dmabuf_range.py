@@ -1,4 +1,4 @@
-"""DmabufRange owns a descriptor. It can be closed once, taken once and duplicated. A dropped range closes it.
+"""DmabufRange owns a dma-buf descriptor, which can be closed, taken or duplicated. A dropped range closes it.
 
 The cases use descriptors of /dev/null, because a DmabufRange makes no call that needs a real dma-buf.
 """
@@ -120,13 +120,13 @@ def _create_and_drop(fd: int) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize(("offset", "length"), [(0, 0), (0, 10), (10, 0), (3, 7)])
-def test_check_range_accepts_ranges_inside(offset: int, length: int) -> None:
-    check_range(offset_bytes=offset, length_bytes=length, size_bytes=10)
+@pytest.mark.parametrize(("offset_bytes", "length_bytes"), [(0, 0), (0, 10), (10, 0), (3, 7)])
+def test_check_range_accepts_ranges_inside(offset_bytes: int, length_bytes: int) -> None:
+    check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=10)
 
 
-@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 11), (11, 0), (5, -1), (1 << 64, 1)])
-def test_check_range_refuses_ranges_outside(offset: int, length: int) -> None:
+@pytest.mark.parametrize(("offset_bytes", "length_bytes"), [(-1, 1), (0, 11), (11, 0), (5, -1), (1 << 64, 1)])
+def test_check_range_refuses_ranges_outside(offset_bytes: int, length_bytes: int) -> None:
     with pytest.raises(UsageError) as error_info:
-        check_range(offset_bytes=offset, length_bytes=length, size_bytes=10)
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=10)
     assert error_info.value.reason is Reason.BAD_ARGUMENT

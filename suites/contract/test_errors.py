@@ -39,8 +39,8 @@ def test_api_error_has_its_details_as_fields() -> None:
 
 
 def test_api_error_text_has_every_field() -> None:
-    text = str(_make_error())
-    for part in (
+    error_text = str(_make_error())
+    for expected_part in (
         "verbs",
         "ibv_reg_dmabuf_mr",
         "fd=7",
@@ -50,7 +50,7 @@ def test_api_error_text_has_every_field() -> None:
         "plain file",
         "pass a dma-buf",
     ):
-        assert part in text
+        assert expected_part in error_text
 
 
 def test_api_error_arguments_are_read_only() -> None:
@@ -107,7 +107,7 @@ def test_reason_values_are_stable() -> None:
     assert pickle.loads(pickle.dumps(Reason.PEER_GONE)) is Reason.PEER_GONE  # noqa: S301 - the bytes are of this process.
 
 
-FIELDS = {
+ERROR_FIELDS = {
     "api": Api.VERBS,
     "operation": "ibv_reg_mr",
     "status": 14,
@@ -200,7 +200,7 @@ def test_error_of_another_api_is_not_an_os_error() -> None:
 
 
 def test_os_error_without_errno_has_its_detail_as_strerror() -> None:
-    error = _SystemError(**(FIELDS | {"errno": None, "status": None}))  # type: ignore[arg-type]
+    error = _SystemError(**(ERROR_FIELDS | {"errno": None, "status": None}))  # type: ignore[arg-type]
     assert (error.errno, error.strerror, error.filename) == (None, "detail", None)
 
 
@@ -216,8 +216,8 @@ def test_detail_that_repeats_the_errno_is_left_out(detail: str, expected_end: st
 
 def _make_errors_of_all_classes() -> list[errors.GdrkitError]:
     return [
-        ApiError(**FIELDS),  # type: ignore[arg-type]
-        _SystemError(**FIELDS),  # type: ignore[arg-type]
+        ApiError(**ERROR_FIELDS),  # type: ignore[arg-type]
+        _SystemError(**ERROR_FIELDS),  # type: ignore[arg-type]
         _make_kernel_error(errno.ENOENT, arguments={"path": "/data/x"}),
         errors.UsageError("wrong", reason=Reason.NO_DEVICE, what_to_do="right"),
         errors.ClosedResource("queue pair"),
@@ -233,8 +233,8 @@ def test_cloned_error_has_all_fields_and_no_traceback(error: errors.GdrkitError)
     error.add_note("a note")
     try:
         raise error from _make_error()
-    except errors.GdrkitError as caught:
-        clone = caught.clone()
+    except errors.GdrkitError as caught_error:
+        clone = caught_error.clone()
     assert type(clone) is type(error)
     assert clone is not error
     assert (str(clone), clone.args, clone.__notes__) == (str(error), error.args, ["a note"])

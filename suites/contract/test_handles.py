@@ -24,21 +24,21 @@ def test_live_counts_only_open_objects_by_kind() -> None:
 
 def test_dropped_object_warns_and_stays_counted() -> None:
     # A child runs the program, because the object would stay counted in this process.
-    code = """
+    program = """
 import gc
 from gdrkit import handles
 handles.Handle("case.forgotten")
 gc.collect()
 print(handles.live())
 """
-    child = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
+    child = subprocess.run([sys.executable, "-W", "always", "-c", program], capture_output=True, text=True, check=True)
     assert "case.forgotten was never closed" in child.stderr
     assert child.stdout.strip() == "{'case.forgotten': 1}"
 
 
 def test_finalizer_inside_live_does_not_wait() -> None:
     # The garbage collector can run finalizers inside live(), so live() must hold no lock that a finalizer needs.
-    code = """
+    program = """
 import gc, os, warnings
 from gdrkit import handles
 from gdrkit.buffers import DmabufRange
@@ -75,7 +75,7 @@ for allocations in range(40):
 gc.collect()
 print(len(handles.live()))
 """
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
     assert child.stdout.strip() == "5000", child.stderr
 
 
@@ -104,8 +104,8 @@ def test_handles_of_many_threads_are_counted() -> None:
 
 
 def test_live_works_in_a_child_forked_during_live() -> None:
-    # The child has no thread that could release a lock of live(), so it must not wait for one.
-    code = """
+    # The child has no thread that could release a lock of live(), so live() must not wait for a lock.
+    program = """
 import os, signal, threading
 from gdrkit import handles
 
@@ -130,7 +130,7 @@ thread.join()
 for handle in open_handles:
     handle.release()
 """
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert child.returncode == 0, child.stderr
 
 

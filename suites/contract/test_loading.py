@@ -1,4 +1,4 @@
-"""A missing or damaged library, or one of another ABI, raises one SetupMissing that names it. Imports open no library.
+"""A library that is missing, damaged or of another ABI causes a SetupMissing with its name. Imports open no library.
 
 The cases load libraries in child processes, because a process reads LD_LIBRARY_PATH once and keeps libraries open.
 _call_twice() empties LD_AUDIT. Otherwise, the library in it would load a twin (a library that emulates the hardware
@@ -37,8 +37,10 @@ print(json.dumps(errors_of_calls))
 
 def _call_twice(call: str, folder: Path) -> list[list[object]]:
     environment = os.environ | {"LD_LIBRARY_PATH": str(folder), "LD_AUDIT": ""}
-    code = _CALL_TWICE_PROGRAM.format(call=call)
-    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    program = _CALL_TWICE_PROGRAM.format(call=call)
+    child = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
     assert child.returncode == 0, child.stderr
     errors_of_calls: list[list[object]] = json.loads(child.stdout)
     return errors_of_calls
@@ -51,28 +53,28 @@ CALLS = [
 
 
 def _assert_same_error_twice(
-    errors_of_calls: list[list[object]], *, operation: str, number: int, reason: Reason
+    errors_of_calls: list[list[object]], *, operation: str, expected_errno: int, reason: Reason
 ) -> None:
     assert len(errors_of_calls) == 2, "the second call must fail as the first one did"
     assert errors_of_calls[0] == errors_of_calls[1]
     _api, failed_call, error_number, error_reason, what_to_do = errors_of_calls[0]
-    assert (failed_call, error_number, error_reason) == (operation, number, reason.value)
+    assert (failed_call, error_number, error_reason) == (operation, expected_errno, reason.value)
     assert what_to_do
 
 
 @pytest.mark.parametrize(("call", "soname"), CALLS)
 @pytest.mark.parametrize("size_bytes", [0, 3, 40, 5000])
 def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_bytes: int, tmp_path: Path) -> None:
-    image = Path(sys.executable).resolve().read_bytes()  # Any valid ELF file.
-    (tmp_path / soname).write_bytes(image[:size_bytes])
+    elf_bytes = Path(sys.executable).resolve().read_bytes()  # Any valid ELF file.
+    (tmp_path / soname).write_bytes(elf_bytes[:size_bytes])
     errors_of_calls = _call_twice(call, tmp_path)
     _assert_same_error_twice(
-        errors_of_calls, operation=f"dlopen {soname}", number=errno.ENOEXEC, reason=Reason.LIBRARY_DAMAGED
+        errors_of_calls, operation=f"dlopen {soname}", expected_errno=errno.ENOEXEC, reason=Reason.LIBRARY_DAMAGED
     )
 
 
 @pytest.mark.parametrize(
-    ("message", "number", "reason"),
+    ("message", "expected_errno", "reason"),
     [
         ("libx.so.1: cannot open shared object file: No such file or directory", errno.ENOENT, Reason.LIBRARY_MISSING),
         ("libx.so.1: cannot open shared object file: Permission denied", errno.EACCES, Reason.NO_PERMISSION),
@@ -88,29 +90,29 @@ def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_b
         ("a message of no known loader", errno.ENOENT, Reason.LIBRARY_MISSING),
     ],
 )
-def test_loader_message_is_mapped_to_an_errno(message: str, number: int, reason: Reason) -> None:
+def test_loader_message_is_mapped_to_an_errno(message: str, expected_errno: int, reason: Reason) -> None:
     error = loader.setup_missing(
         operation="dlopen libx.so.1", text=message, what_to_do="install x", default_errno=errno.ENOENT
     )
-    assert (error.errno, error.status, error.reason) == (number, number, reason)
+    assert (error.errno, error.status, error.reason) == (expected_errno, expected_errno, reason)
     assert error.detail == message
     assert error.what_to_do
-    assert (error.what_to_do == "install x") == (number == errno.ENOENT)
+    assert (error.what_to_do == "install x") == (expected_errno == errno.ENOENT)
 
 
 @pytest.mark.parametrize(("call", "soname"), CALLS)
 def test_32_bit_library_is_reported_as_wrong_abi(call: str, soname: str, tmp_path: Path) -> None:
-    image = bytearray(Path(sys.executable).resolve().read_bytes()[:8192])
-    image[4] = 1  # EI_CLASS: ELFCLASS32
-    (tmp_path / soname).write_bytes(image)
+    elf_bytes = bytearray(Path(sys.executable).resolve().read_bytes()[:8192])
+    elf_bytes[4] = 1  # EI_CLASS: ELFCLASS32
+    (tmp_path / soname).write_bytes(elf_bytes)
     errors_of_calls = _call_twice(call, tmp_path)
     _assert_same_error_twice(
-        errors_of_calls, operation=f"dlopen {soname}", number=errno.ELIBBAD, reason=Reason.LIBRARY_WRONG_ABI
+        errors_of_calls, operation=f"dlopen {soname}", expected_errno=errno.ELIBBAD, reason=Reason.LIBRARY_WRONG_ABI
     )
 
 
 def test_libcuda_without_its_function_table_is_wrong_abi(tmp_path: Path) -> None:
-    # A copy of libm takes the place of libcuda: it lacks cuGetProcAddress_v2. Its path is in the maps of this process.
+    # A copy of libm, which lacks cuGetProcAddress_v2, replaces libcuda. /proc/self/maps has the path of libm.
     mapped_paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm" in line}
     shutil.copy(
         next(path for path in sorted(mapped_paths) if Path(path).name.startswith("libm")), tmp_path / "libcuda.so.1"
@@ -118,30 +120,30 @@ def test_libcuda_without_its_function_table_is_wrong_abi(tmp_path: Path) -> None
     _assert_same_error_twice(
         _call_twice("cuda.device_count()", tmp_path),
         operation="dlopen libcuda.so.1",
-        number=errno.ELIBBAD,
+        expected_errno=errno.ELIBBAD,
         reason=Reason.LIBRARY_WRONG_ABI,
     )
 
 
 def test_import_of_packages_opens_no_library() -> None:
-    code = """
+    program = """
 import sys
 import gdrkit, gdrkit.cuda, gdrkit.verbs, gdrkit.registration
 print([name for name in sys.modules if name.split(".")[0] in {"pyverbs", "cuda", "numpy"}])
 maps = open("/proc/self/maps").read()
 print([name for name in ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk") if name in maps])
 """
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert child.stdout.split("\n")[:2] == ["[]", "[]"]
 
 
 def test_failed_import_of_pyverbs_is_a_new_error_each_time(tmp_path: Path) -> None:
-    # Each call must raise a new error object: the traceback of a reused one would grow with each call.
+    # Each call must raise a new error object: the traceback of a reused object would grow with each call.
     package = tmp_path / "pyverbs"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('cannot be imported')")
     (package / f"device{EXTENSION_SUFFIXES[0]}").touch()
-    code = """
+    program = """
 import traceback
 from gdrkit import verbs
 from gdrkit.errors import SetupMissing
@@ -155,12 +157,14 @@ for _ in range(5):
 print(len(set(lengths)), len(set(texts)), "cannot be imported" in texts[-1])
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
     assert child.stdout.split() == ["1", "1", "True"], child.stderr
 
 
 def test_missing_library_of_verbs_is_searched_again(tmp_path: Path) -> None:
-    code = """
+    program = """
 import os, shutil, sys
 from gdrkit import verbs
 from gdrkit.errors import SetupMissing
@@ -169,12 +173,12 @@ try:
 except SetupMissing as error:
     print(error.reason.value)
 os.unlink(sys.argv[1])
-print(len(verbs.list_nics()) >= 0)
+print(isinstance(verbs.list_nics(), tuple))
 """
     damaged_library = tmp_path / "libibverbs.so.1"
     damaged_library.touch()
     environment = os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
-    command = [sys.executable, "-c", code, str(damaged_library)]
+    command = [sys.executable, "-c", program, str(damaged_library)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert child.stdout.split() == ["library_damaged", "True"], child.stderr
 

@@ -29,7 +29,7 @@ pytestmark = needs(cuda_needs.device())
 # CUdevice_attribute
 _PCI_BUS_ID, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 33, 75, 76
 _NAME_BYTES = 96
-_P2P_READ = 0  # nvmlGpuP2PCapsIndex_t; the constant of pynvml is a tuple.
+_P2P_READ = 0  # A value of nvmlGpuP2PCapsIndex_t. The constant of pynvml is unusable, because it is a tuple.
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +61,10 @@ def test_nvml_and_cuda_agree_about_every_device(device: Device) -> None:
         handle = pynvml.nvmlDeviceGetHandleByPciBusId(
             call_driver("cuDeviceGetPCIBusId", 32, device_index).partition(b"\0")[0].decode()
         )
-        digits = call_driver("cuDeviceGetUuid", device_index).bytes.hex()
-        uuid = "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+        uuid_digits = call_driver("cuDeviceGetUuid", device_index).bytes.hex()
+        uuid = "GPU-" + "-".join(
+            (uuid_digits[:8], uuid_digits[8:12], uuid_digits[12:16], uuid_digits[16:20], uuid_digits[20:])
+        )
         assert pynvml.nvmlDeviceGetUUID(handle) == uuid
         handle_by_uuid = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         assert pynvml.nvmlDeviceGetIndex(handle_by_uuid) == pynvml.nvmlDeviceGetIndex(handle)
@@ -88,14 +90,14 @@ def test_nvml_twin_lists_this_process_and_its_memory(device: Device) -> None:
 
 @needs(software(Api.CUDA))
 def test_nvml_twin_has_no_links_and_no_counters(device: Device) -> None:
-    handle, peer = (pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(2))
+    handle, peer_handle = (pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(2))
     for name in ("nvmlDeviceGetNvLinkState", "nvmlDeviceGetTemperature"):
         with pytest.raises(pynvml.NVMLError_NotSupported):
             getattr(pynvml, name)(handle, 0)
     assert pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES) == 0
     (field,) = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES])
     assert field.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED
-    assert pynvml.nvmlDeviceGetP2PStatus(handle, peer, _P2P_READ) == pynvml.NVML_P2P_STATUS_OK
+    assert pynvml.nvmlDeviceGetP2PStatus(handle, peer_handle, _P2P_READ) == pynvml.NVML_P2P_STATUS_OK
     fabric = pynvml.c_nvmlGpuFabricInfoV_t()
     pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(fabric))
     assert fabric.state == pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED

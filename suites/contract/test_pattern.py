@@ -11,8 +11,18 @@ from gdrkit.units import KIB, MIB
 
 def test_part_of_a_payload_has_the_bytes_of_the_whole() -> None:
     payload = pattern.payload(2 * MIB + 17, seed=7)
-    for offset, length in ((0, 1), (1, 4 * KIB - 1), (MIB - 3, 7), (MIB, 1), (MIB + 5, MIB), (2 * MIB + 16, 1)):
-        assert pattern.payload(length, seed=7, offset_bytes=offset) == payload[offset : offset + length]
+    for offset_bytes, length_bytes in (
+        (0, 1),
+        (1, 4 * KIB - 1),
+        (MIB - 3, 7),
+        (MIB, 1),
+        (MIB + 5, MIB),
+        (2 * MIB + 16, 1),
+    ):
+        assert (
+            pattern.payload(length_bytes, seed=7, offset_bytes=offset_bytes)
+            == payload[offset_bytes : offset_bytes + length_bytes]
+        )
 
 
 def test_shift_or_other_seed_changes_the_bytes() -> None:
@@ -32,10 +42,12 @@ def test_payload_of_length_0_is_empty() -> None:
     pattern.check(b"", seed=0)
 
 
-@pytest.mark.parametrize(("length", "seed", "offset"), [(-1, 0, 0), (1, -1, 0), (1, 1 << 64, 0), (1, 0, -1)])
-def test_invalid_payload_arguments_are_refused(length: int, seed: int, offset: int) -> None:
+@pytest.mark.parametrize(
+    ("length_bytes", "seed", "offset_bytes"), [(-1, 0, 0), (1, -1, 0), (1, 1 << 64, 0), (1, 0, -1)]
+)
+def test_invalid_payload_arguments_are_refused(length_bytes: int, seed: int, offset_bytes: int) -> None:
     with pytest.raises(UsageError):
-        pattern.payload(length, seed=seed, offset_bytes=offset)
+        pattern.payload(length_bytes, seed=seed, offset_bytes=offset_bytes)
 
 
 @pytest.mark.parametrize("wrong_index", [0, 1, 4095, 4096, MIB - 1, MIB, MIB + 2])

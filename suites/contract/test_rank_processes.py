@@ -1,4 +1,4 @@
-"""The processes of the ranks of an NCCL job, which end at a deadline."""
+"""The rank processes of an NCCL job: their devices, their output, and their end at a deadline or after a failure."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ def test_rank_sees_all_devices_with_its_own_first() -> None:
 
 
 def test_first_line_of_rank_0_is_passed_to_the_others(tmp_path: Path) -> None:
-    first_rank = make_rank_command("print('an id'); print('done')")
-    other_rank = make_rank_command("import sys; print(sys.stdin.readline().strip().upper())")
-    output = run_ranks([first_rank, other_rank, other_rank], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S)
+    first_command = make_rank_command("print('an id'); print('done')")
+    other_command = make_rank_command("import sys; print(sys.stdin.readline().strip().upper())")
+    output = run_ranks(
+        [first_command, other_command, other_command], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S
+    )
     assert output == [["an id", "done"], ["AN ID"], ["AN ID"]]
 
 
 def test_deadlocked_ranks_end_at_the_deadline(tmp_path: Path) -> None:
-    waiting_rank = make_rank_command("import sys; sys.stdin.read()")
+    waiting_command = make_rank_command("import sys; sys.stdin.read()")
     with pytest.raises(RankError, match=r"did not end within 1 s\n--- rank 0: was killed") as error_info:
-        run_ranks([waiting_rank, waiting_rank], folder=tmp_path, environ=os.environ, deadline_s=1.0)
+        run_ranks([waiting_command, waiting_command], folder=tmp_path, environ=os.environ, deadline_s=1.0)
     assert "--- rank 1: was killed" in str(error_info.value)
 
 
 def test_failed_rank_ends_the_others_with_their_stacks(tmp_path: Path) -> None:
-    waiting_rank = make_rank_command("import os, sys; print(os.getpid(), flush=True); sys.stdin.read()")
-    failing_rank = make_rank_command("import sys; sys.exit(f'no device for {sys.stdin.readline()}')")
+    waiting_command = make_rank_command("import os, sys; print(os.getpid(), flush=True); sys.stdin.read()")
+    failing_command = make_rank_command("import sys; sys.exit(f'no device for {sys.stdin.readline()}')")
     with pytest.raises(RankError, match=r"^rank 1 ended with exit code 1\n") as error_info:
-        run_ranks([waiting_rank, failing_rank], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S)
+        run_ranks([waiting_command, failing_command], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S)
     message = str(error_info.value)
     assert "--- rank 1: exit 1\nno device for " in message
     # The stack of rank 0 shows the line that it was executing.
@@ -68,14 +70,14 @@ def test_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
     child_program += (
         f"; held = os.open({str(tmp_path / 'alive')!r}, os.O_WRONLY); print('it lives', flush=True); signal.pause()"
     )
-    rank_with_child = make_rank_command(
+    command_with_child = make_rank_command(
         "import subprocess, sys; started = subprocess.Popen([sys.executable, '-c', "
         f"{child_program!r}], stdout=subprocess.PIPE); print(started.stdout.readline(), flush=True); sys.stdin.read()"
     )
-    failing_rank = make_rank_command("import sys; sys.exit(sys.stdin.readline())")
+    failing_command = make_rank_command("import sys; sys.exit(sys.stdin.readline())")
     try:
         with pytest.raises(RankError, match=r"--- rank 1: exit 1\nb.it lives"):
-            run_ranks([rank_with_child, failing_rank], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S)
+            run_ranks([command_with_child, failing_command], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S)
         assert select.select([alive_fd], [], [], 10.0)[0], "the child of rank 0 still runs"
         assert os.read(alive_fd, 1) == b""
     finally:
@@ -83,8 +85,8 @@ def test_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
 
 
 def test_nccl_output_is_part_of_the_failure(tmp_path: Path) -> None:
-    failing_rank = make_rank_command(
+    failing_command = make_rank_command(
         "import os, sys; open(os.environ['NCCL_DEBUG_FILE'], 'w').write('NCCL WARN why'); sys.exit(3)"
     )
     with pytest.raises(RankError, match=r"rank 0 ended with exit code 3\n--- rank 0: exit 3\nNCCL WARN why"):
-        run_ranks([failing_rank], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S)
+        run_ranks([failing_command], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S)

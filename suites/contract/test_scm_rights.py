@@ -1,4 +1,4 @@
-"""Receiving descriptors: excess descriptors are refused, all are close-on-exec, and errors leave none open."""
+"""Descriptors from a socket (SCM_RIGHTS): too many are refused, each is close-on-exec, and errors leave none open."""
 
 from __future__ import annotations
 
@@ -73,48 +73,50 @@ Receiver = Callable[[socket.socket], AbstractContextManager[Sequence[int]]]
 
 
 @contextlib.contextmanager
-def make_socket_with_message(data: bytes, count: int) -> Iterator[socket.socket]:
+def make_socket_with_message(message_bytes: bytes, count: int) -> Iterator[socket.socket]:
     """Yield a socket that has a message with `count` descriptors to receive. Its other end is closed."""
     receiving_socket, sending_socket = socket.socketpair()
     with receiving_socket:
         with sending_socket, tempfile.TemporaryFile() as file:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * count))]
-            sending_socket.sendmsg([data], ancillary if count else [])
+            sending_socket.sendmsg([message_bytes], ancillary if count else [])
         yield receiving_socket
 
 
 def assert_refused(receive: Receiver, connection: socket.socket) -> UsageError:
     """Receive a message, which must raise UsageError(MALFORMED) and leave no descriptor open."""
-    open_before = list_open_descriptors()
+    descriptors_before = list_open_descriptors()
     with pytest.raises(UsageError) as error_info, receive(connection):
         pass
     assert error_info.value.reason is Reason.MALFORMED
-    assert list_open_descriptors() == open_before
+    assert list_open_descriptors() == descriptors_before
     return error_info.value
 
 
-@pytest.mark.parametrize(("receive", "data", "too_many_count"), RECEIVERS)
-def test_received_descriptor_is_close_on_exec(receive: Receiver, data: bytes, too_many_count: int) -> None:
+@pytest.mark.parametrize(("receive", "message_bytes", "refused_count"), RECEIVERS)
+def test_received_descriptor_is_close_on_exec(receive: Receiver, message_bytes: bytes, refused_count: int) -> None:
     # A program that this process starts must not inherit the descriptors of the storage service and of peers.
-    assert too_many_count > 1
-    with make_socket_with_message(data, 1) as connection, receive(connection) as descriptors:
+    assert refused_count > 1
+    with make_socket_with_message(message_bytes, 1) as connection, receive(connection) as descriptors:
         assert [os.get_inheritable(descriptor) for descriptor in descriptors] == [False]
 
 
-@pytest.mark.parametrize(("receive", "data", "too_many_count"), RECEIVERS)
-def test_too_many_descriptors_are_refused_and_closed(receive: Receiver, data: bytes, too_many_count: int) -> None:
-    for count in (too_many_count, too_many_count + 1, 253):
-        with make_socket_with_message(data, count) as connection:
+@pytest.mark.parametrize(("receive", "message_bytes", "refused_count"), RECEIVERS)
+def test_too_many_descriptors_are_refused_and_closed(
+    receive: Receiver, message_bytes: bytes, refused_count: int
+) -> None:
+    for count in (refused_count, refused_count + 1, 253):
+        with make_socket_with_message(message_bytes, count) as connection:
             assert_refused(receive, connection)
 
 
-@pytest.mark.parametrize(("receive", "data", "too_many_count"), RECEIVERS)
+@pytest.mark.parametrize(("receive", "message_bytes", "refused_count"), RECEIVERS)
 def test_dropped_descriptors_are_refused_and_the_rest_closed(
-    receive: Receiver, data: bytes, too_many_count: int
+    receive: Receiver, message_bytes: bytes, refused_count: int
 ) -> None:
     # The kernel drops the second descriptor and sets MSG_CTRUNC.
-    assert too_many_count > 1
-    with make_socket_with_message(data, 2) as connection:
+    assert refused_count > 1
+    with make_socket_with_message(message_bytes, 2) as connection:
         lowest_free_fd = os.dup(0)
         os.close(lowest_free_fd)
         # The limit of open files allows one of the two descriptors.
@@ -141,13 +143,13 @@ def test_message_without_descriptors_has_none() -> None:
 
 
 def test_frame_that_ends_early_closes_its_descriptors() -> None:
-    for data in (FRAME[:10], FRAME[:-1], b"x" * len(FRAME)):
-        with make_socket_with_message(data, 2) as connection:
+    for message_bytes in (FRAME[:10], FRAME[:-1], b"x" * len(FRAME)):
+        with make_socket_with_message(message_bytes, 2) as connection:
             control = ControlConnection(connection)
-            open_before = list_open_descriptors()
+            descriptors_before = list_open_descriptors()
             with pytest.raises(GdrkitError):
                 control.receive(FrameType.CONTROL_REQUEST)
-            assert list_open_descriptors() == open_before
+            assert list_open_descriptors() == descriptors_before
             assert not control.descriptors
 
 
@@ -155,11 +157,11 @@ def test_message_that_is_too_long_is_refused() -> None:
     receiving_socket, sending_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with receiving_socket, sending_socket, tempfile.TemporaryFile() as file:
         socket.send_fds(sending_socket, [b"x" * 11], [file.fileno()])
-        open_before = list_open_descriptors()
+        descriptors_before = list_open_descriptors()
         with pytest.raises(UsageError) as error_info:
             scm_rights.receive(receiving_socket, length_bytes=10, descriptors_max=1)
         assert error_info.value.reason is Reason.MALFORMED
-        assert list_open_descriptors() == open_before
+        assert list_open_descriptors() == descriptors_before
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -171,13 +173,13 @@ def test_message_that_is_too_long_is_refused() -> None:
 def test_random_messages_are_received_or_refused(
     messages: list[tuple[bytes, int]], length_bytes: int, descriptors_max: int
 ) -> None:
-    open_before = list_open_descriptors()
+    descriptors_before = list_open_descriptors()
     receiving_socket, sending_socket = socket.socketpair()
     with receiving_socket:
         with sending_socket, tempfile.TemporaryFile() as file:
             for data, count in messages:
                 socket.send_fds(sending_socket, [data], [file.fileno()] * count)
-        received, descriptor_count, reasons = b"", 0, set[Reason]()
+        received_bytes, descriptor_count, reasons = b"", 0, set[Reason]()
         has_ended = False
         while not has_ended and not reasons:
             try:
@@ -187,13 +189,13 @@ def test_random_messages_are_received_or_refused(
             except UsageError as error:
                 reasons.add(error.reason)
             else:
-                received += data
+                received_bytes += data
                 descriptor_count += len(descriptors)
                 scm_rights.close_all(descriptors)
                 has_ended = not data
         if any(count > descriptors_max for _data, count in messages):
             assert reasons == {Reason.MALFORMED}
         else:
-            assert received == b"".join(data for data, _count in messages)
+            assert received_bytes == b"".join(data for data, _count in messages)
             assert descriptor_count == sum(count for _data, count in messages)
-    assert list_open_descriptors() == open_before
+    assert list_open_descriptors() == descriptors_before

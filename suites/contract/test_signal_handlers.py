@@ -1,4 +1,4 @@
-"""Signal handlers that use the object of the call that they interrupt, outside of gdrkit.gds: every call ends."""
+"""Signal handlers that use the same object as the call that they interrupt: both end. suites/gds covers gdrkit.gds."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
-def sweep(scenario: str, folder: Path) -> None:
+def sweep_handler(scenario: str, folder: Path) -> None:
     """Run a signal handler at every point of a call."""
     run_sweep("contract.handler_sweep", scenario, folder, points_min=5)
 
 
 @needs(cuda.device(), software(Api.CUDA))
 def test_handler_while_a_context_is_retained(tmp_path: Path) -> None:
-    sweep("retain", tmp_path)
+    sweep_handler("retain", tmp_path)
 
 
 @needs(cuda.device(), software(Api.CUDA))
 def test_fork_while_a_context_is_retained(tmp_path: Path) -> None:
-    """In an older version, the child waited for ever for a lock that a thread of its parent had."""
+    """In an older version, the child waited for ever for a lock that a thread of its parent held."""
     (tmp_path / "plan").write_text("gdrkit-faults 1\ncuDevicePrimaryCtxRetain call=1 delay_us=2000000\n")
     completed = run_python("-c", FORK_PROGRAM, GDRKIT_TWINS_FAULTS=str(tmp_path / "plan"))
     assert (completed.returncode, completed.stdout) == (0, "7\n"), completed.stderr
@@ -61,23 +61,23 @@ def test_fork_while_a_context_is_retained(tmp_path: Path) -> None:
 @needs(cuda.device(), cufile.driver, software(Api.CUFILE))
 @pytest.mark.parametrize("scenario", ["lease", "lease_and_close", "close_memory", "use_stream"])
 def test_handler_while_memory_is_registered_with_cufile(tmp_path: Path, scenario: str) -> None:
-    sweep(scenario, tmp_path)
+    sweep_handler(scenario, tmp_path)
 
 
 @pytest.mark.parametrize("scenario", ["result", "result_and_close", "get_tensors"])
 def test_handler_while_a_model_file_is_loaded(tmp_path: Path, seed: int, scenario: str) -> None:
     write_model(tmp_path / "model.safetensors", [("a", "F32", (4, 4))], seed=seed)
-    sweep(scenario, tmp_path)
+    sweep_handler(scenario, tmp_path)
 
 
 def test_handler_while_host_memory_is_allocated_and_freed(tmp_path: Path) -> None:
-    sweep("host_memory", tmp_path)
+    sweep_handler("host_memory", tmp_path)
 
 
 def test_handler_while_memory_of_a_pool_is_used(tmp_path: Path) -> None:
-    sweep("memory_pool", tmp_path)
+    sweep_handler("memory_pool", tmp_path)
 
 
 @needs(verbs.nic(), software(Api.VERBS))
 def test_handler_while_a_buffer_of_a_pool_is_used(tmp_path: Path) -> None:
-    sweep("buffer_pool", tmp_path)
+    sweep_handler("buffer_pool", tmp_path)

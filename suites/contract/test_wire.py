@@ -86,10 +86,10 @@ def test_endpoint_out_of_limits_is_malformed(invalid_value: dict[str, object]) -
 def test_numbers_are_allowed_up_to_their_limits(
     value_class: type[RemoteRange | Endpoint], valid_fields: dict[str, int | str], limits: dict[str, int]
 ) -> None:
-    for name, largest in limits.items():
-        for value in (0, largest):
+    for name, limit in limits.items():
+        for value in (0, limit):
             assert getattr(value_class.from_dict(valid_fields | {name: value}), name) == value
-        for invalid_value in (-1, largest + 1, True, 1.0, "1", None):
+        for invalid_value in (-1, limit + 1, True, 1.0, "1", None):
             _assert_malformed(value_class, valid_fields | {name: invalid_value})
 
 

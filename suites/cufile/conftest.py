@@ -10,7 +10,7 @@ import pytest
 from support.cufile_scenarios import ScenarioRunner
 
 from gdrkit import pattern
-from gdrkit.harness.case import CASE
+from gdrkit.harness.case import CASE_KEY
 from gdrkit.harness.needs.cufile import DISK
 from gdrkit.units import MIB
 
@@ -26,4 +26,4 @@ def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterat
     with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-", dir=DISK) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
-        yield ScenarioRunner(path, seed, request.node.stash[CASE], facts)
+        yield ScenarioRunner(path, seed, request.node.stash[CASE_KEY], facts)

@@ -1,7 +1,8 @@
 """A program that interrupts cufile.probe() at every point, for test_probe.py.
 
-``python -m cufile.interrupt_sweep`` prints ``POINTS points`` if no interrupt left a child process, or else the point at
-which one did. The probe has a timeout in which the child does not end, so that its kill is interrupted, too.
+``python -m cufile.interrupt_sweep`` prints ``POINTS points`` if no interrupt left a child process. Otherwise it prints
+the point of the interrupt that left one. The probe has a short timeout, so that it kills its child. The interrupts also
+hit this kill.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def test_call_moves_its_bytes_and_its_route_is_counted(
 def test_async_write_that_moved_nothing_returns_0(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     """libcufile 1.15 in compat mode was observed to complete a write with result 0 and an unchanged file."""
     result = scenarios.with_faults(tmp_path, "cufile.async_io call=1 status=0").run("every_call", calls=["write_async"])
-    (write,) = result["calls"]
-    assert (write["empty_write_count"], write["bytes"], write["is_expected"]) == (1, MIB, True)
+    (write_result,) = result["calls"]
+    assert (write_result["empty_write_count"], write_result["bytes"], write_result["is_expected"]) == (1, MIB, True)
 
 
 @needs(cufile.vectors)
@@ -117,9 +117,9 @@ def test_calls_without_a_cuda_context_fail(scenarios: ScenarioRunner, evidence: 
 
 @needs(software(Api.CUFILE))
 def test_async_transfer_is_not_done_before_its_execution(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    """A result of 0 is not the end of the transfer, because libcufile writes it already at the call.
+    """A result of 0 does not show the end of a transfer, because libcufile writes this result already at the call.
 
-    If the file could be closed then, libcufile would read it after the close.
+    If gdrkit closed the file then, libcufile would read the file after the close.
     """
     result = scenarios.with_faults(tmp_path, "cufile.async_io call=1 delay_us=3000000").run("pending_read")
     assert not result["done"]

@@ -31,8 +31,15 @@ def test_invalid_arguments_are_typed_errors(scenarios: ScenarioRunner, evidence:
     usage_errors = ["negative_offset", "overflowing_offset", "negative_length", "beyond_memory", "no_batch"]
     assert {error_types[name] for name in usage_errors} == {"UsageError"}
     assert {error_types[name] for name in ("closed_handle", "closed_driver")} == {"ClosedResource"}
-    calls = ["directory", "closed_descriptor", "twice", "large_batch", "registered_twice", "parameter_while_open"]
-    for name in calls:
+    refused_calls = [
+        "directory",
+        "closed_descriptor",
+        "twice",
+        "large_batch",
+        "registered_twice",
+        "parameter_while_open",
+    ]
+    for name in refused_calls:
         # Error codes of cuFile itself begin after 5000.
         failure = results[name]["failure"]
         assert (failure["api"], 5000 < failure["status"] < 5100, failure["errno"]) == ("cufile", True, None), name
@@ -49,14 +56,14 @@ def test_end_of_file_is_a_short_count(scenarios: ScenarioRunner, evidence: Evide
 
 @NEEDS_TWIN
 def test_stream_that_does_not_exist_is_refused(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    """Runs only on the cuFile twin, because the real libcufile uses an invalid stream handle without a check."""
+    """The case runs only on the cuFile twin, because libcufile uses an invalid stream handle without a check."""
     evidence["answer"] = result = scenarios.run("bad_input", twin=True)["no_stream"]
     assert result["failure"]["operation"] == "cuFileStreamRegister"
 
 
 @NEEDS_TWIN
 def test_statistics_do_not_start_at_level_off(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    """Runs only on the cuFile twin, because libcufile 1.15 accepts level 0 and returns success."""
+    """The case runs only on the cuFile twin, because libcufile 1.15 accepts level 0 and returns success."""
     evidence["answer"] = result = scenarios.run_once("bad_input")["level"]
     assert result["failure"]["operation"] == "cuFileStatsStart"
 
@@ -102,7 +109,7 @@ def test_error_keeps_its_number(
 
 @NEEDS_TWIN
 def test_stalled_batch_times_out_and_can_be_canceled(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    # 10 s is the longest delay of a fault plan. Only the cancellation can end the transfer before.
+    # 10 s is the longest delay of a fault plan. Only the cancellation can end the transfer earlier.
     result = scenarios.with_faults(tmp_path, "cufile.batch_io call=2 delay_us=10000000").run("batch_stall")
     assert result == {
         "first": ["COMPLETE"],

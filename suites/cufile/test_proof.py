@@ -48,14 +48,14 @@ def test_route_follows_from_the_counters(delta: StatisticsSnapshot | None, route
 def test_sizes_that_cufile_1_15_discards_are_not_staged(version: int, is_staged: bool) -> None:  # noqa: FBT001
     """libcufile 1.15 ignored a batch size of 32 that was set before the driver opened.
 
-    It used 128, or the value 16 of cufile.json.
+    libcufile used 128, or the value 16 of cufile.json.
     """
     assert parameters.keeps_staged_size(parameters.Size.IO_BATCHSIZE, version=version) is is_staged
     assert parameters.keeps_staged_size(parameters.Size.MAX_IO_THREADS, version=version)
 
 
 def test_averages_of_a_difference_are_those_of_its_operations() -> None:
-    """Two reads of 100 us, then three reads of 700 us: the average of the difference is 700 us, not 460 - 100."""
+    """After two reads of 100 us and three of 700 us, the average of the last three is 700 us, not 460 us - 100 us."""
     snapshot_before = make_snapshot(
         {"read_ops": 2, "read_lat_sum_us": 200, "read_lat_avg_us": 100, "write_lat_avg_us": 9}
     )

@@ -23,26 +23,26 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A write of `length` bytes of the pattern of `seed` at `offset`."""
+    """A write of `length_bytes` bytes of the pattern of `seed` at `offset_bytes`."""
 
-    offset: int
-    length: int
+    offset_bytes: int
+    length_bytes: int
     seed: int
 
     @property
     def data(self) -> bytes:
         """The bytes of the write."""
-        return pattern.payload(self.length, seed=self.seed)
+        return pattern.payload(self.length_bytes, seed=self.seed)
 
-    def boundaries(self) -> list[int]:
+    def list_boundaries(self) -> list[int]:
         """Return the offsets that divide the write into ranges. Each range is written completely or not at all."""
-        end = self.offset + self.length
-        pages = range(self.offset // _PAGE_BYTES * _PAGE_BYTES + _PAGE_BYTES, end, _PAGE_BYTES)
-        return sorted({self.offset, end, *pages, *range(self.offset, end, SEGMENT_BYTES)})
+        end = self.offset_bytes + self.length_bytes
+        pages = range(self.offset_bytes // _PAGE_BYTES * _PAGE_BYTES + _PAGE_BYTES, end, _PAGE_BYTES)
+        return sorted({self.offset_bytes, end, *pages, *range(self.offset_bytes, end, SEGMENT_BYTES)})
 
-    def fields(self) -> tuple[int, int, int]:
+    def to_tuple(self) -> tuple[int, int, int]:
         """Return offset, length and seed, for a command of the client."""
-        return (self.offset, self.length, self.seed)
+        return (self.offset_bytes, self.length_bytes, self.seed)
 
 
 class FileModel:
@@ -68,7 +68,7 @@ class FileModel:
     def acknowledge(self, write: Write) -> None:
         """Mark a write as acknowledged. The file must contain it from now on."""
         self._in_progress.remove(write)
-        self.contents[write.offset : write.offset + write.length] = write.data
+        self.contents[write.offset_bytes : write.offset_bytes + write.length_bytes] = write.data
         self.acknowledged_count += 1
 
     def check_and_adopt(self, actual: bytes) -> None:
@@ -77,11 +77,11 @@ class FileModel:
         expected_contents = bytearray(self.contents)
         for write in self._in_progress:
             data = write.data
-            for begin, end in pairwise(write.boundaries()):
+            for begin, end in pairwise(write.list_boundaries()):
                 actual_range = actual[begin:end]
                 assert actual_range in {
                     bytes(self.contents[begin:end]),
-                    data[begin - write.offset : end - write.offset],
+                    data[begin - write.offset_bytes : end - write.offset_bytes],
                 }, (
                     f"bytes {begin} to {end} of {write} are neither old nor new, with the writes {self._in_progress}: "
                     f"{actual_range[:16].hex()} ..., {len(actual_range) - actual_range.count(0)} bytes are not 0"

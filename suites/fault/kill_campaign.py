@@ -122,12 +122,12 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
 
     def _enter_session(self, processes: Processes) -> None:
         """Kill the server, and wait until a new server registers the memory of its first session."""
-        old_server = processes.server_process_id
+        old_server_process_id = processes.server_process_id
         self._traps.arm("register")
-        os.kill(old_server, signal.SIGKILL)
+        os.kill(old_server_process_id, signal.SIGKILL)
 
         def list_new_servers() -> list[int]:
-            return [child for child in self._agent.child_process_ids() if child != old_server]
+            return [child for child in self._agent.child_process_ids() if child != old_server_process_id]
 
         wait_until(lambda: bool(list_new_servers()), "the agent starts another server")
         (processes.server_process_id,) = list_new_servers()
@@ -142,8 +142,8 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         }
         os.kill(process_ids[victim], signal.SIGKILL)
         wait_until(lambda: is_gone(process_ids[victim]), f"the {victim} has ended")
-        processes.stopped.discard(process_ids[victim])
-        for process_id in tuple(processes.stopped):
+        processes.stopped_process_ids.discard(process_ids[victim])
+        for process_id in tuple(processes.stopped_process_ids):
             processes.resume(process_id)
 
     def _check_without_client(self, processes: Processes, memory_names: set[str]) -> None:
@@ -156,7 +156,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
     def _check_without_server(self, processes: Processes) -> None:
         """Check that the pending operations fail or are complete, and that both clients continue with a new server."""
         if processes.pending_writes:
-            allowed_results = {*(write.length for write in processes.pending_writes), -errno.EREMOTEIO}
+            allowed_results = {*(write.length_bytes for write in processes.pending_writes), -errno.EREMOTEIO}
             assert set(processes.collect_writes()) <= allowed_results
         if processes.pending_read_bytes:
             assert processes.collect_read() == -errno.EREMOTEIO
@@ -174,7 +174,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         elif phase == "unpublish":
             processes.client.read_reply()
         if processes.pending_writes:
-            lengths = {write.length for write in processes.pending_writes}
+            lengths = {write.length_bytes for write in processes.pending_writes}
             results = processes.collect_writes()
             assert set(results) <= {*lengths, -errno.EREMOTEIO}
             # Completions that were already in the ring stay there. All other operations fail.
@@ -201,20 +201,21 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             lambda: list_published_links(self._mount) == self._bystander.link_names, "the links of the client are gone"
         )
         wait_until(lambda: not memory_names & _list_shared_memory(), "the shared memory of the client is gone")
-        agent = self._agent.process.pid
+        agent_process_id = self._agent.process.pid
         wait_until(
-            lambda: not any(name in file for file in open_files(agent) for name in memory_names),
+            lambda: not any(name in file for file in open_files(agent_process_id) for name in memory_names),
             "the agent has released the memory of the client",
         )
         self._use_both_queue_pairs()
         try:
             wait_until(
-                lambda: len(open_files(agent)) == self._open_files_count,
+                lambda: len(open_files(agent_process_id)) == self._open_files_count,
                 "the agent has as many open files as at its start",
             )
         except HungError as error:
             error.add_note(
-                f"{self._open_files_count} open files at the start of the agent, now {sorted(open_files(agent))}"
+                f"{self._open_files_count} open files at the start of the agent, "
+                f"now {sorted(open_files(agent_process_id))}"
             )
             raise
 
@@ -285,7 +286,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             assert self._agent.terminate() == 0, self._agent.error_output
             return
         # Resume the stopped processes, so that the agent can end and remove what it and its clients have created.
-        for process_id in self._processes.stopped if self._processes else ():
+        for process_id in self._processes.stopped_process_ids if self._processes else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGCONT)
         for client in self._clients:

@@ -47,7 +47,7 @@ class Processes:
         The client that may be killed.
     agent_process_id, server_process_id : int
         Process ids of the agent and of its storage server.
-    stopped : set of int
+    stopped_process_ids : set of int
         Process ids of the stopped processes.
     pending_writes : list of Write
         Writes that were submitted and not collected.
@@ -71,19 +71,19 @@ class Processes:
         self.traps = traps
         self.model = model
         self.rng = rng
-        self.stopped: set[int] = set()
+        self.stopped_process_ids: set[int] = set()
         self.pending_writes: list[Write] = []
         self.pending_read_bytes = 0
 
     def resume(self, process_id: int) -> None:
         """Let a stopped process continue."""
-        self.stopped.discard(process_id)
+        self.stopped_process_ids.discard(process_id)
         os.kill(process_id, signal.SIGCONT)
 
     def wait_for_trap(self, trap: str, process_id: int) -> None:
         """Wait until the trap has stopped the process."""
         self.traps.wait_for(trap, process_id)
-        self.stopped.add(process_id)
+        self.stopped_process_ids.add(process_id)
 
     def is_trapped_before(self, has_passed: Callable[[], bool], trap: str, process_id: int) -> bool:
         """Wait until the trap has stopped the process or `has_passed` returns true. Return whether it was trapped.
@@ -102,18 +102,18 @@ class Processes:
     def stop(self, process_id: int) -> None:
         """Stop a process by SIGSTOP."""
         stop_process(process_id)
-        self.stopped.add(process_id)
+        self.stopped_process_ids.add(process_id)
 
     def submit_writes(self, *lengths: int) -> list[Write]:
         """Have the client submit writes of these lengths, at random offsets of the file and without overlaps."""
         unwritten_bytes = len(self.model.contents) - sum(lengths)
         gaps = sorted(self.rng.randrange(unwritten_bytes + 1) for _ in lengths)
         written_bytes, writes = 0, []
-        for gap, length in zip(gaps, lengths, strict=True):
-            writes.append(Write(gap + written_bytes, length, self.rng.randrange(1 << 63)))
-            written_bytes += length
+        for gap, length_bytes in zip(gaps, lengths, strict=True):
+            writes.append(Write(gap + written_bytes, length_bytes, self.rng.randrange(1 << 63)))
+            written_bytes += length_bytes
         self.model.submit(writes)
-        self.client.call("write", operations=[write.fields() for write in writes])
+        self.client.call("write", operations=[write.to_tuple() for write in writes])
         self.pending_writes = writes
         return writes
 
@@ -129,15 +129,15 @@ class Processes:
         )
         for index, result in results:
             write = self.pending_writes[index]
-            if result == write.length:
+            if result == write.length_bytes:
                 self.model.acknowledge(write)
         self.pending_writes = []
         return [result for _, result in results]
 
-    def submit_read(self, length: int) -> None:
+    def submit_read(self, length_bytes: int) -> None:
         """Have the client submit a read of the beginning of the file."""
-        self.client.call("read", operations=[(0, length, 0)])
-        self.pending_read_bytes = length
+        self.client.call("read", operations=[(0, length_bytes, 0)])
+        self.pending_read_bytes = length_bytes
 
     def collect_read(self) -> int:
         """Return the result of the submitted read."""
@@ -245,7 +245,7 @@ def enter_written(processes: Processes, file: Path) -> None:
         processes.wait_for_trap("landed", processes.server_process_id)
         if _is_stopped_before_reply(processes, file, first_write):
             return
-        if processes.server_process_id in processes.stopped:
+        if processes.server_process_id in processes.stopped_process_ids:
             processes.resume(processes.server_process_id)
         processes.collect_writes()
     message = f"the server was not stopped before its reply in {_ATTEMPTS_MAX} attempts"
@@ -273,8 +273,8 @@ def _is_stopped_before_reply(processes: Processes, file: Path, first_write: Writ
 def _has_write(path: Path, write: Write) -> bool:
     """Return whether the file contains the data of a write."""
     with path.open("rb") as file:
-        file.seek(write.offset)
-        return file.read(write.length) == write.data
+        file.seek(write.offset_bytes)
+        return file.read(write.length_bytes) == write.data
 
 
 # The function that brings the processes into each phase.

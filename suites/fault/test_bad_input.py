@@ -45,10 +45,10 @@ def make_call_and_get_error(call: str, *, command_prefix: tuple[str, ...] = (), 
     return fields
 
 
-def write_plan(folder: Path, text: str) -> str:
+def write_plan(folder: Path, plan_text: str) -> str:
     """Write a fault plan, and return its path."""
     path = folder / "plan"
-    path.write_text(text)
+    path.write_text(plan_text)
     return str(path)
 
 
@@ -81,7 +81,8 @@ def test_cuda_init_failure_has_advice(tmp_path: Path, status: int, reason: Reaso
 
 @needs(verbs.nic())
 def test_low_memlock_limit_is_named_with_advice() -> None:
-    # A process with CAP_IPC_LOCK, such as one of root, ignores the limit. So the child process drops this capability.
+    # The limit does not apply to a process with CAP_IPC_LOCK, such as a process of root. So the child process drops
+    # this capability.
     low_limit_command = (
         "setpriv",
         "--bounding-set=-ipc_lock",
@@ -108,8 +109,8 @@ MALFORMED_PLANS = [
 
 
 @needs(verbs.nic(), cuda.device(), software(Api.VERBS), software(Api.CUDA))
-@pytest.mark.parametrize("text", MALFORMED_PLANS)
-def test_malformed_fault_plan_is_refused_before_the_start(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("plan_text", MALFORMED_PLANS)
+def test_malformed_fault_plan_is_refused_before_the_start(tmp_path: Path, plan_text: str) -> None:
     command = [
         sys.executable,
         "-m",
@@ -117,7 +118,7 @@ def test_malformed_fault_plan_is_refused_before_the_start(tmp_path: Path, text: 
         "run",
         "--software",
         "--faults",
-        write_plan(tmp_path, text),
+        write_plan(tmp_path, plan_text),
         "--",
         "true",
     ]

@@ -74,17 +74,17 @@ def check_error(error: BaseException, operation: str, error_number: int) -> None
 
 
 @each_errno
-@pytest.mark.parametrize("call", [1, 2], ids=["first-nic", "second-nic"])
+@pytest.mark.parametrize("call_number", [1, 2], ids=["first-nic", "second-nic"])
 @pytest.mark.parametrize("operation", ROUTES)
 def test_failed_registration_leaves_nothing(
-    device: Device, nics: tuple[Nic, ...], operation: str, call: int, error_number: int
+    device: Device, nics: tuple[Nic, ...], operation: str, call_number: int, error_number: int
 ) -> None:
     assert all(nic.supports_dmabuf() for nic in nics)
     route = ROUTES[operation]
     with device.allocate(64 * KIB) as memory, RegionCache(nics, route=route) as cache:
         handles_before = handles.live()
         with (
-            inject_faults(Api.VERBS, f"{operation} call={call} errno={error_number}"),
+            inject_faults(Api.VERBS, f"{operation} call={call_number} errno={error_number}"),
             pytest.raises((ApiError, RegistrationFailed)) as error_info,
         ):
             cache.lease(memory)
@@ -107,12 +107,12 @@ def test_failed_registration_leaves_nothing(
 
 
 @each_errno
-@pytest.mark.parametrize("call", [1, 2], ids=["first-nic", "second-nic"])
-def test_failed_host_registration_leaves_nothing(nics: tuple[Nic, ...], call: int, error_number: int) -> None:
+@pytest.mark.parametrize("call_number", [1, 2], ids=["first-nic", "second-nic"])
+def test_failed_host_registration_leaves_nothing(nics: tuple[Nic, ...], call_number: int, error_number: int) -> None:
     with HostMemory(64 * KIB) as memory, RegionCache(nics) as cache:
         handles_before = handles.live()
         with (
-            inject_faults(Api.VERBS, f"ibv_reg_mr call={call} errno={error_number}"),
+            inject_faults(Api.VERBS, f"ibv_reg_mr call={call_number} errno={error_number}"),
             pytest.raises((ApiError, RegistrationFailed)) as error_info,
         ):
             cache.lease(memory)
@@ -149,14 +149,14 @@ def test_only_unsupported_dmabuf_leads_to_peer_memory(device: Device, nics: tupl
 
 
 @each_errno
-@pytest.mark.parametrize("call", [1, 2], ids=["first", "second"])
+@pytest.mark.parametrize("call_number", [1, 2], ids=["first", "second"])
 def test_failed_deregistration_keeps_the_memory(
-    device: Device, nics: tuple[Nic, ...], call: int, error_number: int
+    device: Device, nics: tuple[Nic, ...], call_number: int, error_number: int
 ) -> None:
     with device.allocate(64 * KIB) as memory, RegionCache(nics) as cache:
         cache.lease(memory).close()
         with (
-            inject_faults(Api.VERBS, f"ibv_dereg_mr call={call} errno={error_number}"),
+            inject_faults(Api.VERBS, f"ibv_dereg_mr call={call_number} errno={error_number}"),
             pytest.raises(ApiError) as error_info,
         ):
             memory.close()

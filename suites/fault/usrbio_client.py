@@ -1,8 +1,8 @@
 """A usrbio application in a child process that a case controls step by step and may kill.
 
-A case uses :class:`UsrbioClient`. It runs ``python -m fault.usrbio_client MOUNT FILE KIND``, whose memory is of the
-kind ``host`` or ``device``. The program reads commands as JSON, one per line. For each command, it prints the result or
-the errno as JSON, on one line. So the case knows which command the program executes.
+A case uses :class:`UsrbioClient`, which runs ``python -m fault.usrbio_client MOUNT FILE KIND``. KIND is the kind of
+memory that the program uses: ``host`` or ``device``. The program reads commands as JSON, one per line. For each
+command, the program prints its result or its errno as one line of JSON. So the case knows which command is executed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _START_TIMEOUT_S = 60.0
 # time.
 _SCHEDULING_DELAY_S = 5.0
 _IOV_BYTES = 8 << 20
-_ENTRIES = 64
+_RING_ENTRIES = 64
 
 
 class UsrbioClient(LineChild):
@@ -160,7 +160,7 @@ class _Application:
         else:
             self._iov = self._stack.enter_context(usrbio.create_iovec(self._mount, length_bytes=_IOV_BYTES))
         for for_read in (False, True):
-            ring = usrbio.make_ioring(self._mount, _ENTRIES, for_read=for_read)
+            ring = usrbio.make_ioring(self._mount, _RING_ENTRIES, for_read=for_read)
             self._rings[for_read] = self._stack.enter_context(ring)
 
     def publish(self) -> None:
@@ -176,19 +176,19 @@ class _Application:
 
     def write(self, operations: list[tuple[int, int, int]]) -> None:
         """Submit writes of (offset, length, seed) from consecutive memory."""
-        ring, begin = self._rings[False], 0
+        ring, position = self._rings[False], 0
         for index, (offset, length, seed) in enumerate(operations):
-            self._write_memory(begin, pattern.payload(length, seed=seed))
-            ring.prepare(self._iov[begin : begin + length], False, self._fd, offset, index)  # noqa: FBT003
-            begin += length
+            self._write_memory(position, pattern.payload(length, seed=seed))
+            ring.prepare(self._iov[position : position + length], False, self._fd, offset, index)  # noqa: FBT003
+            position += length
         ring.submit()
 
     def read(self, operations: list[tuple[int, int, int]]) -> None:
         """Submit reads of (offset, length, unused) into consecutive memory."""
-        ring, begin = self._rings[True], 0
+        ring, position = self._rings[True], 0
         for index, (offset, length, _seed) in enumerate(operations):
-            ring.prepare(self._iov[begin : begin + length], True, self._fd, offset, index)  # noqa: FBT003
-            begin += length
+            ring.prepare(self._iov[position : position + length], True, self._fd, offset, index)  # noqa: FBT003
+            position += length
         ring.submit()
 
     def wait(self, *, for_read: bool, count: int) -> list[tuple[int, int]]:
@@ -201,11 +201,11 @@ class _Application:
     def save(self, into: str) -> list[int]:
         """Read the whole file through the agent, save it to another file, and return the results of the reads."""
         results: list[int] = []
-        length = os.fstat(self._fd).st_size
+        length_bytes = os.fstat(self._fd).st_size
         with Path(into).open("wb") as file:
-            for offset in range(0, length, 1 << 20):
-                chunk_bytes = min(1 << 20, length - offset)
-                self.read([(offset, chunk_bytes, 0)])
+            for offset_bytes in range(0, length_bytes, 1 << 20):
+                chunk_bytes = min(1 << 20, length_bytes - offset_bytes)
+                self.read([(offset_bytes, chunk_bytes, 0)])
                 ((_, result),) = self.wait(for_read=True, count=1)
                 file.write(self._read_memory(max(result, 0)))
                 results.append(result)
@@ -227,24 +227,24 @@ class _Application:
             self.unpublish()
         self._stack.close()
 
-    def _write_memory(self, offset: int, data: bytes) -> None:
+    def _write_memory(self, offset_bytes: int, data: bytes) -> None:
         if self._memory is not None:
-            self._memory.write(data, offset_bytes=offset)
+            self._memory.write(data, offset_bytes=offset_bytes)
         else:
             with memoryview(self._iov) as memory:
-                memory[offset : offset + len(data)] = data
+                memory[offset_bytes : offset_bytes + len(data)] = data
 
-    def _read_memory(self, length: int) -> bytes:
+    def _read_memory(self, length_bytes: int) -> bytes:
         if self._memory is not None:
-            return self._memory.read(length_bytes=length) if length else b""
+            return self._memory.read(length_bytes=length_bytes) if length_bytes else b""
         with memoryview(self._iov) as memory:
-            return bytes(memory[:length])
+            return bytes(memory[:length_bytes])
 
     @staticmethod
-    def _require_length(length: int, results: list[tuple[int, int]]) -> None:
+    def _require_length(length_bytes: int, results: list[tuple[int, int]]) -> None:
         ((_, result),) = results
-        if result != length:
-            raise OSError(-result if result < 0 else 0, f"the result is {result} instead of {length} bytes")
+        if result != length_bytes:
+            raise OSError(-result if result < 0 else 0, f"the result is {result} instead of {length_bytes} bytes")
 
 
 def main() -> None:

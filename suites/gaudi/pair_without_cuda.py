@@ -1,8 +1,8 @@
 """A program that transfers data between memory of a Gaudi and a peer process, without CUDA in either process.
 
 test_without_cuda.py runs it as ``python -m gaudi.pair_without_cuda``. The program starts a peer process, which writes
-and reads the memory by RDMA, and checks the bytes with copies of the device. It prints a JSON object with the libraries
-and Python modules of both processes.
+and reads the memory by RDMA. The program checks the bytes by copies that the device makes. It prints a JSON object with
+the libraries and Python modules of both processes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ __all__ = ["EXPORT_FLAGS", "RawDevice", "get_errno"]
 EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC
 _ANY_DEVICE = 4  # HLTHUNK_DEVICE_DONT_CARE
 # Functions that return a 64-bit handle or address; all others return an int.
-_RETURN_64_BITS = ("hlthunk_device_memory_alloc", "hlthunk_device_memory_map", "hlthunk_host_memory_map")
+_FUNCTIONS_OF_64_BITS = ("hlthunk_device_memory_alloc", "hlthunk_device_memory_map", "hlthunk_host_memory_map")
 
 
 def _load_library() -> ctypes.CDLL:
@@ -51,7 +51,7 @@ class RawDevice:
     def call(self, function_name: str, *arguments: object) -> int:
         """Call a function. Integers are passed as 64 bits; an int parameter of the function uses the lower half."""
         function = getattr(self._library, function_name)
-        function.restype = ctypes.c_uint64 if function_name in _RETURN_64_BITS else ctypes.c_int
+        function.restype = ctypes.c_uint64 if function_name in _FUNCTIONS_OF_64_BITS else ctypes.c_int
         ctypes.set_errno(0)
         c_arguments = [
             ctypes.c_uint64(argument) if isinstance(argument, int) and argument >= 0 else argument
@@ -84,15 +84,17 @@ class RawDevice:
         return self.call("hlthunk_device_memory_free", self.fd, handle)
 
     def export(
-        self, address: int, size: int, *, offset: int = 0, flags: int = EXPORT_FLAGS, fd: int | None = None
+        self, address: int, size_bytes: int, *, offset_bytes: int = 0, flags: int = EXPORT_FLAGS, fd: int | None = None
     ) -> int:
         """Export mapped memory; return a descriptor or a negative errno."""
         device_fd = self.fd if fd is None else fd
-        return self.call("hlthunk_device_mapped_memory_export_dmabuf_fd", device_fd, address, size, offset, flags)
+        return self.call(
+            "hlthunk_device_mapped_memory_export_dmabuf_fd", device_fd, address, size_bytes, offset_bytes, flags
+        )
 
-    def export_physical(self, address: int, size: int) -> int:
+    def export_physical(self, address: int, size_bytes: int) -> int:
         """Export memory of the first Gaudi by its physical address; return a descriptor or a negative errno."""
-        return self.call("hlthunk_device_memory_export_dmabuf_fd", self.fd, address, size, EXPORT_FLAGS)
+        return self.call("hlthunk_device_memory_export_dmabuf_fd", self.fd, address, size_bytes, EXPORT_FLAGS)
 
     def map_host(self, buffer: bytearray) -> int:
         """Map a host buffer, which must keep its size; return its address on the device, or 0."""

@@ -40,18 +40,18 @@ def test_export_takes_the_physical_address(raw_device: RawDevice, gaudi_base: in
 
 
 @pytest.mark.parametrize(
-    ("displacement_bytes", "size"),
+    ("displacement_bytes", "size_bytes"),
     [(-PAGE_BYTES, PAGE_BYTES), (1, PAGE_BYTES), (0, 0), (0, PAGE_BYTES + 1), (32 * GIB, PAGE_BYTES), (0, 64 * GIB)],
     ids=["below", "odd address", "nothing", "odd size", "above", "too long"],
 )
 def test_export_needs_whole_pages_of_user_memory(
-    raw_device: RawDevice, gaudi_base: int, displacement_bytes: int, size: int
+    raw_device: RawDevice, gaudi_base: int, displacement_bytes: int, size_bytes: int
 ) -> None:
-    assert get_errno(raw_device.export_physical(gaudi_base + displacement_bytes, size)) == errno.EINVAL
+    assert get_errno(raw_device.export_physical(gaudi_base + displacement_bytes, size_bytes)) == errno.EINVAL
 
 
 def test_export_with_offset_is_refused_on_gaudi1(raw_device: RawDevice, gaudi_base: int) -> None:
-    assert get_errno(raw_device.export(gaudi_base, PAGE_BYTES, offset=PAGE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export(gaudi_base, PAGE_BYTES, offset_bytes=PAGE_BYTES)) == errno.EINVAL
     fd = raw_device.export(gaudi_base, PAGE_BYTES)
     assert fd >= 0
     os.close(fd)

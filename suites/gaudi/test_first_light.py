@@ -1,4 +1,4 @@
-"""A peer process writes to Gaudi memory and reads from it by RDMA. Copies of the device verify every byte."""
+"""A peer process writes to Gaudi memory and reads from it by RDMA. Device copies verify every byte."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_remote_write_arrives_in_memory(
     with gaudi.allocate(offset_bytes + length_bytes + MARGIN_BYTES) as memory:
         memory.write(b"\xa5" * memory.length_bytes)
         with register(memory, [nic]) as registration, connect_peer_queue_pair(nic, peer) as peer_pair:
-            remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
-            peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
+            remote_range = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
+            peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
         data = memory.read()
     pattern.check(memoryview(data)[offset_bytes : offset_bytes + length_bytes], seed=seed)
     # The bytes before and after the range are unchanged.
@@ -53,8 +53,8 @@ def test_remote_read_returns_memory(
     with gaudi.allocate(offset_bytes + length_bytes) as memory:
         memory.write(pattern.payload(length_bytes, seed=seed), offset_bytes=offset_bytes)
         with register(memory, [nic]) as registration, connect_peer_queue_pair(nic, peer) as peer_pair:
-            remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
-            peer_pair.read(remote, seed=seed).completion.expect(Status.SUCCESS)
+            remote_range = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
+            peer_pair.read(remote_range, seed=seed).completion.expect(Status.SUCCESS)
 
 
 def test_region_has_the_device_address(gaudi: Device, nic: Nic) -> None:

@@ -1,4 +1,4 @@
-"""Device.query() finds Gaudi memory that other code of this process allocated by the descriptor of the device."""
+"""Device.query() finds Gaudi memory that other code of this process allocated through the device descriptor."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ pytestmark = needs(gaudi_needs.device(), gaudi_needs.mapped_memory)
 
 @pytest.fixture
 def foreign_device(gaudi: Device) -> Iterator[RawDevice]:
-    """Yield calls of hl-thunk as another library makes them, by the descriptor of the device."""
-    with RawDevice(gaudi.fd) as raw:
-        yield raw
+    """Yield calls of hl-thunk as another library of this process makes them, through the same device descriptor."""
+    with RawDevice(gaudi.fd) as raw_device:
+        yield raw_device
 
 
 @pytest.mark.parametrize("pages_count", [1, 3, 8])

@@ -73,25 +73,29 @@ def test_export_needs_the_exact_mapped_address(
 
 
 @pytest.mark.parametrize(
-    ("size", "offset"), [(0, 0), (1, 0), (PAGE_BYTES + 1, 0), (PAGE_BYTES, 1), (PAGE_BYTES, PAGE_BYTES // 2)]
+    ("size_bytes", "offset_bytes"),
+    [(0, 0), (1, 0), (PAGE_BYTES + 1, 0), (PAGE_BYTES, 1), (PAGE_BYTES, PAGE_BYTES // 2)],
 )
 def test_export_size_and_offset_must_be_whole_pages(
-    raw_device: RawDevice, allocation: MappedAllocation, size: int, offset: int
+    raw_device: RawDevice, allocation: MappedAllocation, size_bytes: int, offset_bytes: int
 ) -> None:
-    assert get_errno(raw_device.export(allocation.address, size, offset=offset)) == errno.EINVAL
+    assert get_errno(raw_device.export(allocation.address, size_bytes, offset_bytes=offset_bytes)) == errno.EINVAL
 
 
 def test_export_range_must_end_inside_the_mapping(raw_device: RawDevice, allocation: MappedAllocation) -> None:
     mapping_bytes = list_devices()[0].page_bytes  # The driver rounds an allocation up to this size.
-    fd = raw_device.export(allocation.address, PAGE_BYTES, offset=mapping_bytes - PAGE_BYTES)
+    fd = raw_device.export(allocation.address, PAGE_BYTES, offset_bytes=mapping_bytes - PAGE_BYTES)
     assert fd >= 0
     os.close(fd)
     assert get_errno(raw_device.export(allocation.address, mapping_bytes + PAGE_BYTES)) == errno.EINVAL
     assert (
-        get_errno(raw_device.export(allocation.address, 2 * PAGE_BYTES, offset=mapping_bytes - PAGE_BYTES))
+        get_errno(raw_device.export(allocation.address, 2 * PAGE_BYTES, offset_bytes=mapping_bytes - PAGE_BYTES))
         == errno.EINVAL
     )
-    assert get_errno(raw_device.export(allocation.address, 2 * PAGE_BYTES, offset=OVERFLOWING_OFFSET)) == errno.EINVAL
+    assert (
+        get_errno(raw_device.export(allocation.address, 2 * PAGE_BYTES, offset_bytes=OVERFLOWING_OFFSET))
+        == errno.EINVAL
+    )
 
 
 def test_unmap_of_exported_memory_is_refused(raw_device: RawDevice, allocation: MappedAllocation) -> None:

@@ -85,11 +85,11 @@ def test_memory_cannot_be_freed_while_a_descriptor_is_open(gaudi: Device) -> Non
 def test_free_by_gdrkit_deregisters_first(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     memory = gaudi.allocate(SIZE_BYTES)
     registration = register(memory, [nic])
-    remote = registration.remote(nic)
+    remote_range = registration.remote(nic)
     memory.close()
     assert registration.closed
     with connect_peer_queue_pair(nic, peer) as peer_pair:
-        assert peer_pair.write(remote, seed=seed).status is Status.REM_ACCESS_ERR
+        assert peer_pair.write(remote_range, seed=seed).status is Status.REM_ACCESS_ERR
 
 
 @needs(gaudi_needs.mapped_memory)

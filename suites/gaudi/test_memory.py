@@ -155,8 +155,8 @@ def test_refused_copy_is_an_error(gaudi: Device) -> None:
 @needs(gaudi_needs.device(), software("hlthunk"))
 def test_memory_stays_mapped_during_a_timed_out_copy(gaudi: Device) -> None:
     # A timeout in the caller does not stop the copy. If gdrkit unmapped the memory, the device would access unmapped
-    # memory. The case repeats this, because the software twin (a library that emulates the hardware) may complete the
-    # copy before the close.
+    # memory. The case repeats the copy, because the software twin (a library that emulates the hardware) may
+    # complete the copy before the close.
     for _ in range(50):
         with (
             gaudi.allocate(100) as memory,
@@ -215,14 +215,14 @@ def test_reused_address_has_another_allocation_key(gaudi: Device) -> None:
 @NEEDS_GAUDI_AND_NIC
 def test_cache_misses_new_memory_at_a_reused_address(gaudi: Device, nic: Nic) -> None:
     with RegionCache([nic]) as cache:
-        keys, addresses = [], []
+        rkeys, addresses = [], []
         for _ in range(2):
             with gaudi.allocate(64 * KIB) as memory:
                 with cache.lease(memory) as lease:
-                    keys.append(lease.remote(nic).rkey)
+                    rkeys.append(lease.remote(nic).rkey)
                 addresses.append(memory.address)
         assert addresses[0] == addresses[1]
-        assert keys[0] != keys[1]
+        assert rkeys[0] != rkeys[1]
         assert cache.statistics().hits == 0
 
 

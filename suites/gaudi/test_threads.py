@@ -41,7 +41,7 @@ class Importer:
 
     def __init__(self, nic: Nic, requester: QueuePair, host_region: Region) -> None:
         self.nic = nic
-        self._create_queue_pair = requester
+        self._requester = requester
         self._host_region = host_region
         self._lock = threading.Lock()
 
@@ -49,16 +49,16 @@ class Importer:
         with self._lock:
             assert self._host_region.memory is not None
             self._host_region.memory[: len(data)] = data
-            remote = region.remote(offset_bytes=offset_bytes, length_bytes=len(data))
-            self._create_queue_pair.post_write(self._host_region, remote, work_id=1, length_bytes=len(data))
-            self._create_queue_pair.wait(10_000).expect(Status.SUCCESS)
+            remote_range = region.remote(offset_bytes=offset_bytes, length_bytes=len(data))
+            self._requester.post_write(self._host_region, remote_range, work_id=1, length_bytes=len(data))
+            self._requester.wait(10_000).expect(Status.SUCCESS)
 
     def read(self, region: Region, *, offset_bytes: int, length_bytes: int) -> bytes:
         with self._lock:
             assert self._host_region.memory is not None
-            remote = region.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
-            self._create_queue_pair.post_read(self._host_region, remote, work_id=2, length_bytes=length_bytes)
-            self._create_queue_pair.wait(10_000).expect(Status.SUCCESS)
+            remote_range = region.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+            self._requester.post_read(self._host_region, remote_range, work_id=2, length_bytes=length_bytes)
+            self._requester.wait(10_000).expect(Status.SUCCESS)
             return bytes(self._host_region.memory[:length_bytes])
 
 

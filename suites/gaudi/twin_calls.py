@@ -27,8 +27,8 @@ class Call:
 
 def parse_call(line: str) -> Call:
     """Parse a call such as ``hlthunk_memory_unmap fd=5 device_virt_addr=0x1000 -> 0``."""
-    text, _, result = line.partition(" -> ")
-    name, *argument_texts = text.split()
+    call_text, _, result = line.partition(" -> ")
+    name, *argument_texts = call_text.split()
     return Call(name, dict(argument_text.split("=", 1) for argument_text in argument_texts), result.strip() or None)
 
 
@@ -38,22 +38,22 @@ def read_calls(*names: str) -> list[Call]:
     for api in ("verbs", "hlthunk"):
         ledger = launch.twin_control().ledger(api) or {}
         for line in cast("list[str]", ledger.get("trace", [])):
-            time_ns, _, text = line.partition(" ")
-            lines.append((int(time_ns), text))
-    calls = (parse_call(text) for _time_ns, text in sorted(lines))
+            time_ns, _, call_text = line.partition(" ")
+            lines.append((int(time_ns), call_text))
+    calls = (parse_call(call_text) for _time_ns, call_text in sorted(lines))
     return [call for call in calls if call.name in names]
 
 
-def find_difference(expected: Iterable[Call], actual: Iterable[Call]) -> str | None:
+def find_difference(expected_calls: Iterable[Call], actual_calls: Iterable[Call]) -> str | None:
     """Return the first difference of two sequences of calls as a sentence, or None if they agree.
 
     A value ``$name`` in an expected call is a variable. It gets its value at its first use.
     """
     variables: dict[str, str] = {}
-    expected, actual = list(expected), list(actual)
-    if [call.name for call in expected] != [call.name for call in actual]:
-        return f"the calls were {[call.name for call in actual]}"
-    for expected_call, call in zip(expected, actual, strict=True):
+    expected_calls, actual_calls = list(expected_calls), list(actual_calls)
+    if [call.name for call in expected_calls] != [call.name for call in actual_calls]:
+        return f"the calls were {[call.name for call in actual_calls]}"
+    for expected_call, call in zip(expected_calls, actual_calls, strict=True):
         values = [(expected_call.arguments[name], call.arguments.get(name), name) for name in expected_call.arguments]
         if expected_call.result is not None:
             values.append((expected_call.result, call.result, "the result"))

@@ -44,23 +44,23 @@ class _Setup:
         self.data = pattern.payload(FILE_BYTES, seed=self.seed)
         self.file = gds.File(self.path, "r+", direct="required")
 
-    def shuffled_ranges(self) -> list[tuple[int, int]]:
+    def make_shuffled_ranges(self) -> list[tuple[int, int]]:
         """Return ranges of the file in random order. Gaps between the ranges prevent gdrkit from joining them."""
         offsets = random.Random(self.seed).sample(range(0, FILE_BYTES, 2 * RANGE_BYTES), _RANGES_COUNT)
         return [(offset, RANGE_BYTES) for offset in offsets]
 
-    def wrong_ranges(self, ranges: list[tuple[int, int]], parts: tuple[int, ...]) -> list[int]:
+    def find_wrong_ranges(self, ranges: list[tuple[int, int]], parts: tuple[int, ...]) -> list[int]:
         """Return the indexes of the ranges with wrong bytes. `parts` has the number of arrived bytes of each range."""
         contents = self.memory.read()
         return [
             index
-            for index, ((offset, _), arrived) in enumerate(zip(ranges, parts, strict=True))
-            if contents[index * RANGE_BYTES :][:arrived] != self.data[offset : offset + arrived]
+            for index, ((offset, _), arrived_bytes) in enumerate(zip(ranges, parts, strict=True))
+            if contents[index * RANGE_BYTES :][:arrived_bytes] != self.data[offset : offset + arrived_bytes]
         ]
 
 
 @contextlib.contextmanager
-def _opened(arguments: dict[str, Any]) -> Iterator[_Setup]:
+def _open_setup(arguments: dict[str, Any]) -> Iterator[_Setup]:
     with cuda.Device(0) as device, device.allocate(FILE_BYTES) as memory:
         setup = _Setup(arguments, device, memory)
         with setup.file:
@@ -74,7 +74,7 @@ class _ForeignArray:
         self.__cuda_array_interface__ = memory.__cuda_array_interface__
 
 
-def _outcome(call: Callable[[], gds.TransferResult]) -> dict[str, Any]:
+def _describe_outcome(call: Callable[[], gds.TransferResult]) -> dict[str, Any]:
     """Return the result of a transfer, or its error with the result up to the error."""
     fields: dict[str, Any] = {}
     try:
@@ -106,23 +106,23 @@ def _wait_until_registered() -> None:
     _wait_until(lambda: shared_driver().buffers.registered_bytes > 0)
 
 
-def large(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Read the whole file into memory of gdrkit and of another library, and write it."""
-    with _opened(arguments) as setup:
+def transfer_whole_file(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Read the whole file into memory of gdrkit and of another library, and write new bytes to the file."""
+    with _open_setup(arguments) as setup:
         buffers = shared_driver().buffers
-        began_s = time.monotonic()
-        result: dict[str, Any] = {"read": _outcome(lambda: setup.file.read_into(setup.memory))}
-        result["read_s"] = time.monotonic() - began_s
+        started_s = time.monotonic()
+        result: dict[str, Any] = {"read": _describe_outcome(lambda: setup.file.read_into(setup.memory))}
+        result["read_s"] = time.monotonic() - started_s
         result["is_expected"] = setup.memory.read() == setup.data
         result["registered_bytes"] = buffers.registered_bytes
-        result["again"] = _outcome(lambda: setup.file.read_into(setup.memory))
+        result["again"] = _describe_outcome(lambda: setup.file.read_into(setup.memory))
         with setup.device.allocate(FILE_BYTES) as other_memory:
-            result["foreign"] = _outcome(lambda: setup.file.read_into(_ForeignArray(other_memory)))
+            result["foreign"] = _describe_outcome(lambda: setup.file.read_into(_ForeignArray(other_memory)))
             result["foreign_is_expected"] = other_memory.read() == setup.data
             result["registered_bytes_after_foreign"] = buffers.registered_bytes
         new_data = pattern.payload(FILE_BYTES, seed=setup.seed + 1)
         setup.memory.write(new_data)
-        result["write"] = _outcome(lambda: setup.file.write_from(setup.memory, durable=True))
+        result["write"] = _describe_outcome(lambda: setup.file.write_from(setup.memory, durable=True))
         result["is_written"] = setup.path.read_bytes() == new_data
     result["registered_bytes_at_end"] = buffers.registered_bytes
     counters = shared_driver().driver.statistics.snapshot().basic
@@ -130,17 +130,17 @@ def large(arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def many_ranges(arguments: dict[str, Any]) -> dict[str, Any]:
+def transfer_many_ranges(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read and write many small ranges as one transfer."""
-    with _opened(arguments) as setup:
-        ranges = setup.shuffled_ranges()
-        result: dict[str, Any] = {"read": _outcome(lambda: setup.file.readv(setup.memory, ranges))}
-        result["wrong"] = setup.wrong_ranges(ranges, result["read"].get("parts", ()))
+    with _open_setup(arguments) as setup:
+        ranges = setup.make_shuffled_ranges()
+        result: dict[str, Any] = {"read": _describe_outcome(lambda: setup.file.readv(setup.memory, ranges))}
+        result["wrong"] = setup.find_wrong_ranges(ranges, result["read"].get("parts", ()))
         result["offsets"] = [offset for offset, _ in ranges]
-        result["again"] = _outcome(lambda: setup.file.readv(setup.memory, ranges))
-        result["again_is_wrong"] = setup.wrong_ranges(ranges, result["again"].get("parts", ()))
+        result["again"] = _describe_outcome(lambda: setup.file.readv(setup.memory, ranges))
+        result["again_is_wrong"] = setup.find_wrong_ranges(ranges, result["again"].get("parts", ()))
         setup.memory.write(pattern.payload(FILE_BYTES, seed=setup.seed + 1))
-        result["write"] = _outcome(lambda: setup.file.writev(setup.memory, ranges))
+        result["write"] = _describe_outcome(lambda: setup.file.writev(setup.memory, ranges))
         new_data, contents = pattern.payload(FILE_BYTES, seed=setup.seed + 1), setup.path.read_bytes()
         result["written_ranges"] = sum(
             contents[offset : offset + RANGE_BYTES] == new_data[index * RANGE_BYTES :][:RANGE_BYTES]
@@ -149,20 +149,20 @@ def many_ranges(arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def adjacent_ranges(arguments: dict[str, Any]) -> dict[str, Any]:
+def read_adjacent_ranges(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read many small ranges that follow each other in the file and in memory."""
-    with _opened(arguments) as setup:
+    with _open_setup(arguments) as setup:
         ranges = [(offset, RANGE_BYTES) for offset in range(0, _RANGES_COUNT * RANGE_BYTES, RANGE_BYTES)]
-        result: dict[str, Any] = {"read": _outcome(lambda: setup.file.readv(setup.memory, ranges))}
-        result["wrong"] = setup.wrong_ranges(ranges, result["read"]["parts"])
+        result: dict[str, Any] = {"read": _describe_outcome(lambda: setup.file.readv(setup.memory, ranges))}
+        result["wrong"] = setup.find_wrong_ranges(ranges, result["read"]["parts"])
         return result
 
 
-def many_transfers(arguments: dict[str, Any]) -> dict[str, Any]:
+def start_many_reads(arguments: dict[str, Any]) -> dict[str, Any]:
     """Start many small reads while a read is delayed, so that they run together."""
-    with _opened(arguments) as setup:
-        ranges = setup.shuffled_ranges()[:32]
-        delayed = setup.file.start_read_into(setup.memory, length_bytes=RANGE_BYTES)
+    with _open_setup(arguments) as setup:
+        ranges = setup.make_shuffled_ranges()[:32]
+        delayed_transfer = setup.file.start_read_into(setup.memory, length_bytes=RANGE_BYTES)
         _wait_until_registered()
         transfers = [
             setup.file.start_read_into(
@@ -170,30 +170,30 @@ def many_transfers(arguments: dict[str, Any]) -> dict[str, Any]:
             )
             for index, (offset, length) in enumerate(ranges)
         ]
-        delayed_outcome = _outcome(delayed.result)
-        outcomes = [_outcome(transfer.result) for transfer in transfers]
+        delayed_outcome = _describe_outcome(delayed_transfer.result)
+        outcomes = [_describe_outcome(transfer.result) for transfer in transfers]
         parts = tuple(outcome["bytes"] for outcome in outcomes)
         return {
             "delayed": delayed_outcome,
             "outcomes": outcomes,
-            "wrong": setup.wrong_ranges(ranges, parts),
+            "wrong": setup.find_wrong_ranges(ranges, parts),
             "offsets": [offset for offset, _ in ranges],
         }
 
 
-def cancelled(arguments: dict[str, Any]) -> dict[str, Any]:
+def cancel_transfer(arguments: dict[str, Any]) -> dict[str, Any]:
     """Cancel a transfer that the fault plan delays, and use the file again."""
-    with _opened(arguments) as setup:
-        ranges = setup.shuffled_ranges() if arguments["is_small"] else [(0, FILE_BYTES)]
+    with _open_setup(arguments) as setup:
+        ranges = setup.make_shuffled_ranges() if arguments["is_small"] else [(0, FILE_BYTES)]
         transfer = setup.file.start_readv(setup.memory, ranges)
         _wait_until(lambda: transfer.bytes_moved > 0)
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         is_cancelled = transfer.cancel()
-        outcome = _outcome(transfer.result)
-        duration_s = time.monotonic() - began_s
+        outcome = _describe_outcome(transfer.result)
+        duration_s = time.monotonic() - started_s
         parts = outcome["parts"] if arguments["is_small"] else ()
-        wrong = setup.wrong_ranges(ranges, parts) if arguments["is_small"] else []
-        again = _outcome(lambda: setup.file.read_into(setup.memory, length_bytes=RANGE_BYTES))
+        wrong = setup.find_wrong_ranges(ranges, parts) if arguments["is_small"] else []
+        again = _describe_outcome(lambda: setup.file.read_into(setup.memory, length_bytes=RANGE_BYTES))
     return {
         "cancel": is_cancelled,
         "outcome": outcome,
@@ -204,35 +204,35 @@ def cancelled(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def freed_early(arguments: dict[str, Any]) -> dict[str, Any]:
+def free_memory_early(arguments: dict[str, Any]) -> dict[str, Any]:
     """Free memory while a transfer that the fault plan delays uses it, and again when the transfer is over."""
     with cuda.Device(0) as device, gds.File(arguments["path"], direct="required") as file:
         memory = device.allocate(FILE_BYTES)
         transfer = file.start_read_into(memory)
         _wait_until_registered()
-        early: dict[str, Any] = {}
+        early_error: dict[str, Any] = {}
         try:
             memory.close()
         except GdrkitError as error:
-            early = {"error_class": type(error).__name__, "reason": error.reason.value}
-        result = _outcome(transfer.result)
+            early_error = {"error_class": type(error).__name__, "reason": error.reason.value}
+        result = _describe_outcome(transfer.result)
         is_expected = memory.read() == pattern.payload(FILE_BYTES, seed=int(arguments["seed"]))
         memory.close()
         return {
-            "early": early,
+            "early": early_error,
             "result": result,
             "is_expected": is_expected,
             "registered_bytes": shared_driver().buffers.registered_bytes,
         }
 
 
-def dropped(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Open the file several times, and drop it each time without a close, so that numbers of descriptors are free."""
+def drop_open_files(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Open the file several times, and drop it each time without a close. The kernel reuses its descriptor number."""
     with cuda.Device(0) as device, device.allocate(RANGE_BYTES) as memory:
 
         def read() -> dict[str, Any]:
             file = gds.File(arguments["path"], direct="required")
-            return _outcome(lambda: file.read_into(memory))
+            return _describe_outcome(lambda: file.read_into(memory))
 
         outcomes = []
         for _ in range(5):
@@ -241,19 +241,20 @@ def dropped(arguments: dict[str, Any]) -> dict[str, Any]:
         return {"outcomes": outcomes}
 
 
-def no_thread(arguments: dict[str, Any]) -> dict[str, Any]:
+def read_without_new_threads(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read a large range while no further thread can be started. The pool has one thread from an earlier read."""
-    with _opened(arguments) as setup:
+    with _open_setup(arguments) as setup:
         setup.file.read_into(setup.memory, length_bytes=2 * MIB)
-        threading.stack_size(1 << 46)  # More than the address space has.
-        read = _outcome(lambda: setup.file.read_into(setup.memory))
-        return {"read": read, "is_expected": setup.memory.read() == setup.data}
+        threading.stack_size(1 << 46)  # No address space has room for such a stack.
+        read_outcome = _describe_outcome(lambda: setup.file.read_into(setup.memory))
+        return {"read": read_outcome, "is_expected": setup.memory.read() == setup.data}
 
 
-def unexpected_error(arguments: dict[str, Any]) -> dict[str, Any]:
+def raise_in_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     """Raise an exception in the first part of a read whose other parts are delayed. Clear the memory afterwards.
 
-    A trace function raises it where the thread of the queue calls `read`, as a lack of memory there would.
+    A trace function raises MemoryError in the worker thread that calls `FileHandle.read`, as if the process had no
+    memory left.
     """
     is_armed = False
 
@@ -262,8 +263,8 @@ def unexpected_error(arguments: dict[str, Any]) -> dict[str, Any]:
         if is_armed and is_read and threading.current_thread().name == "gdrkit-cufile":
             raise MemoryError
 
-    threading.settrace(raise_in_read)  # For the threads that start from now on.
-    with _opened(arguments) as setup:
+    threading.settrace(raise_in_read)  # This function traces the threads that start from now on.
+    with _open_setup(arguments) as setup:
         setup.file.read_into(setup.memory, length_bytes=RANGE_BYTES)
         is_armed = True
         transfer = setup.file.start_read_into(setup.memory)
@@ -273,22 +274,22 @@ def unexpected_error(arguments: dict[str, Any]) -> dict[str, Any]:
         except MemoryError as memory_error:
             error = type(memory_error).__name__
         setup.memory.fill(0)
-        shared_driver().workers.shutdown()  # Waits for calls that still run.
+        shared_driver().workers.shutdown()  # This waits for calls that still run.
         return {"error": error, "is_clear": not any(setup.memory.read()), "in_progress": len(native.in_progress)}
 
 
 SCENARIOS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        large,
-        many_ranges,
-        adjacent_ranges,
-        many_transfers,
-        cancelled,
-        freed_early,
-        dropped,
-        no_thread,
-        unexpected_error,
+        transfer_whole_file,
+        transfer_many_ranges,
+        read_adjacent_ranges,
+        start_many_reads,
+        cancel_transfer,
+        free_memory_early,
+        drop_open_files,
+        read_without_new_threads,
+        raise_in_worker,
     )
 }
 

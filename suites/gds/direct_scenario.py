@@ -25,14 +25,14 @@ __all__ = ["main"]
 _LENGTH_BYTES = 1 * MIB
 
 
-def _result_json(result: gds.TransferResult) -> dict[str, Any]:
+def _to_json_fields(result: gds.TransferResult) -> dict[str, Any]:
     return {"bytes": result.bytes, "route": result.route.value, "why": result.why_not_direct}
 
 
-def _result_or_error(call: Callable[[], gds.TransferResult]) -> dict[str, Any]:
+def _get_result_or_error(call: Callable[[], gds.TransferResult]) -> dict[str, Any]:
     """Return the result of a call, or its error."""
     try:
-        return _result_json(call())
+        return _to_json_fields(call())
     except GdrkitError as error:
         fields: dict[str, Any] = {
             "error_class": type(error).__name__,
@@ -42,28 +42,30 @@ def _result_or_error(call: Callable[[], gds.TransferResult]) -> dict[str, Any]:
         if isinstance(error, ApiError):
             fields |= {"api": error.api.value, "status": error.status, "errno": error.errno}
         if isinstance(error, gds.TransferFailed):
-            fields |= _result_json(error.transferred) | {"parts": list(error.transferred.range_bytes)}
+            fields |= _to_json_fields(error.transferred) | {"parts": list(error.transferred.range_bytes)}
         return fields
 
 
-def reads_and_writes(arguments: dict[str, Any]) -> dict[str, Any]:
+def read_and_write(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read and write with every method of `gds.File`. Return the routes, and whether the bytes are as expected."""
     path, seed = Path(arguments["path"]), int(arguments["seed"])
     data, new_data = (pattern.payload(_LENGTH_BYTES, seed=data_seed) for data_seed in (seed, seed + 1))
     result: dict[str, Any] = {}
     with cuda.Device(0) as device, device.allocate(_LENGTH_BYTES) as memory:
         with gds.File(path, "r+", direct=arguments.get("direct", "preferred")) as file:
-            result["read"] = _result_or_error(lambda: file.read_into(memory))
+            result["read"] = _get_result_or_error(lambda: file.read_into(memory))
             result["read_is_expected"] = memory.read() == data
             memory.fill(0)
             ranges = [(_LENGTH_BYTES // 2, _LENGTH_BYTES // 2), (0, _LENGTH_BYTES // 2)]
-            result["readv"] = _result_or_error(lambda: file.readv(memory, ranges))
+            result["readv"] = _get_result_or_error(lambda: file.readv(memory, ranges))
             result["readv_is_expected"] = memory.read() == data[_LENGTH_BYTES // 2 :] + data[: _LENGTH_BYTES // 2]
-            result["odd"] = _result_or_error(lambda: file.read_into(memory, file_offset_bytes=3, length_bytes=5 * KIB))
+            result["odd"] = _get_result_or_error(
+                lambda: file.read_into(memory, file_offset_bytes=3, length_bytes=5 * KIB)
+            )
             result["odd_is_expected"] = memory.read(length_bytes=5 * KIB) == data[3 : 3 + 5 * KIB]
             memory.write(new_data)
-            result["write"] = _result_or_error(lambda: file.write_from(memory))
-            result["future"] = _result_or_error(lambda: file.start_read_into(memory).result())
+            result["write"] = _get_result_or_error(lambda: file.write_from(memory))
+            result["future"] = _get_result_or_error(lambda: file.start_read_into(memory).result())
         result["written"] = path.read_bytes() == new_data
     return result
 
@@ -71,11 +73,11 @@ def reads_and_writes(arguments: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run the scenario with the arguments from standard input, and write its result."""
     arguments = json.loads(sys.stdin.read())
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        result = reads_and_writes(arguments)
+        result = read_and_write(arguments)
     result["warnings"] = [
-        str(warning.message) for warning in caught if issubclass(warning.category, gds.FallbackWarning)
+        str(warning.message) for warning in caught_warnings if issubclass(warning.category, gds.FallbackWarning)
     ]
     gds.close_engines()
     gds.close_driver()

@@ -1,14 +1,14 @@
 # ruff: noqa: ARG002 - libfuse passes more arguments than this file system uses.
 """A FUSE file system with one file. Its reads and writes fail, end early or block at offsets that a case selects.
 
-``python -m gds.faulty_file MOUNT LENGTH SEED`` runs the file system in a process of its own. The file `data` has LENGTH
+``python -m gds.faulty_file MOUNT LENGTH SEED`` runs the file system in a separate process. The file `data` has LENGTH
 bytes of the pattern. The process reads one command per line from standard input and prints ``ok`` for each:
 
 - ``eio OFFSET``: reads and writes of the byte at OFFSET fail with EIO.
 - ``end OFFSET``: the file ends at OFFSET, although its size in stat(2) stays the same.
 - ``gate OFFSET END``: reads of bytes from OFFSET to END block until the command ``open``. When the first read blocks,
   the process prints ``waiting``.
-- ``gate-opens``: from now on, an open of the file blocks as a read does.
+- ``gate-opens``: from now on, each open of the file blocks until the command ``open``.
 - ``open``: blocked requests continue.
 
 At the end of standard input, the process unmounts the file system and exits. A case uses :class:`FaultyFile`, which
@@ -59,7 +59,7 @@ class FaultyFile(LineChild):
 
 
 class _Operations:
-    """The FUSE operations. Each method without a docstring implements the operation of its name."""
+    """The FUSE operations. Each method without a docstring implements the FUSE operation of the same name."""
 
     use_ns = True
 
@@ -70,24 +70,24 @@ class _Operations:
         self._failing_offset = len(data) + 1
         self._gated_range = (0, 0)
         self._are_opens_gated = False
-        self._is_gate_open = threading.Event()
+        self._gate_open_event = threading.Event()
         # The first read that blocks acquires this lock, so that only one read prints `waiting`.
-        self._has_reported_waiting = threading.Lock()
+        self._waiting_report_lock = threading.Lock()
 
     def execute(self, line: str) -> None:
         """Execute one command from standard input."""
         command, *offsets = line.split()
         if command == "open":
-            self._is_gate_open.set()
+            self._gate_open_event.set()
         elif command == "eio":
             self._failing_offset = int(offsets[0])
         elif command == "end":
             self._end_offset = int(offsets[0])
         elif command == "gate-opens":
-            self._is_gate_open.clear()
+            self._gate_open_event.clear()
             self._are_opens_gated = True
         elif command == "gate":
-            self._is_gate_open.clear()
+            self._gate_open_event.clear()
             self._gated_range = int(offsets[0]), int(offsets[1])
 
     def init_with_config(self, connection: Any, config: Any) -> None:  # noqa: ANN401 - mfusepy has no types.
@@ -110,21 +110,21 @@ class _Operations:
 
     def read(self, path: str, length_bytes: int, offset: int, handle: int) -> bytes:
         begin, end = self._gated_range
-        if offset < end and offset + length_bytes > begin and not self._is_gate_open.is_set():
+        if offset < end and offset + length_bytes > begin and not self._gate_open_event.is_set():
             self._wait_at_gate()
-        return bytes(self._data[offset : self._transfer_end(offset, length_bytes)])
+        return bytes(self._data[offset : self._find_transfer_end(offset, length_bytes)])
 
     def write(self, path: str, data: bytes, offset: int, handle: int) -> int:
-        end = self._transfer_end(offset, len(data))
+        end = self._find_transfer_end(offset, len(data))
         self._data[offset:end] = data[: end - offset]
         return end - offset
 
     def _wait_at_gate(self) -> None:
-        if self._has_reported_waiting.acquire(blocking=False):
+        if self._waiting_report_lock.acquire(blocking=False):
             _print_line("waiting")
-        self._is_gate_open.wait(_TIMEOUT_S)
+        self._gate_open_event.wait(_TIMEOUT_S)
 
-    def _transfer_end(self, offset: int, length_bytes: int) -> int:
+    def _find_transfer_end(self, offset: int, length_bytes: int) -> int:
         """Return the offset at which a read or a write ends, or raise EIO if its first byte fails."""
         if offset == self._failing_offset:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -146,14 +146,14 @@ def main() -> int:
     mount, length_bytes, seed = sys.argv[1:]
     operations = _Operations(pattern.payload(int(length_bytes), seed=int(seed)))
 
-    def listen() -> None:
+    def execute_commands() -> None:
         for line in sys.stdin:
             operations.execute(line.strip())
             _print_line("ok")
-        unmount = ["umount", "--lazy"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
-        os._exit(subprocess.run([*unmount, mount], check=False).returncode)
+        unmount_command = ["umount", "--lazy"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
+        os._exit(subprocess.run([*unmount_command, mount], check=False).returncode)
 
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=execute_commands, daemon=True).start()
     os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
     import mfusepy
 

@@ -39,7 +39,7 @@ LENGTH_BYTES = 4 * KIB
 _CLOSE_TIMEOUT_S = 20.0
 
 
-class _Round:
+class _CallObjects:
     """The objects of one interrupted call: its memory, its file, and what the call has opened itself."""
 
     def __init__(self, path: Path, *, direct: str = "never") -> None:
@@ -59,46 +59,46 @@ class _Round:
         return gds.transfer_ranges(self.files, array("Q", [0, 0, buffer.address, LENGTH_BYTES]), buffer)
 
 
-async def _await_read(one: _Round) -> None:
-    await one.files[0].start_read_into(one.memory)
+async def _await_read(objects: _CallObjects) -> None:
+    await objects.files[0].start_read_into(objects.memory)
 
 
-def _copy(one: _Round) -> None:
-    gds.copy_file(one.path, f"{one.path}.copy", device_index=gds.HOST, direct="never")
+def _copy_file(objects: _CallObjects) -> None:
+    gds.copy_file(objects.path, f"{objects.path}.copy", device_index=gds.HOST, direct="never")
 
 
-# The call of each scenario, and whether a file is open before it.
-SCENARIOS: dict[str, tuple[Callable[[_Round], object], bool]] = {
-    "open": (_Round.open, False),
-    "read_into": (lambda one: one.files[0].read_into(one.memory), True),
-    "start_read_into": (lambda one: one.files[0].start_read_into(one.memory), True),
-    "start_readv": (lambda one: one.files[0].start_readv(one.memory, [(0, 10), (20, 10)]), True),
-    "transfer_ranges": (_Round.transfer_ranges, True),
-    "read_files": (lambda one: gds.read_files([one.path], one.memory, [LENGTH_BYTES]), False),
-    "result": (lambda one: one.files[0].start_read_into(one.memory).result(), True),
+# The call of each scenario, and whether the sweep opens a file before the call.
+SCENARIOS: dict[str, tuple[Callable[[_CallObjects], object], bool]] = {
+    "open": (_CallObjects.open, False),
+    "read_into": (lambda objects: objects.files[0].read_into(objects.memory), True),
+    "start_read_into": (lambda objects: objects.files[0].start_read_into(objects.memory), True),
+    "start_readv": (lambda objects: objects.files[0].start_readv(objects.memory, [(0, 10), (20, 10)]), True),
+    "transfer_ranges": (_CallObjects.transfer_ranges, True),
+    "read_files": (lambda objects: gds.read_files([objects.path], objects.memory, [LENGTH_BYTES]), False),
+    "result": (lambda objects: objects.files[0].start_read_into(objects.memory).result(), True),
     "result_with_progress": (
-        lambda one: one.files[0].start_read_into(one.memory).result(on_progress=lambda _done, _total: None),
+        lambda objects: objects.files[0].start_read_into(objects.memory).result(on_progress=lambda _done, _total: None),
         True,
     ),
     "dropped_futures": (
-        lambda one: [one.files[0].start_read_into(one.memory, length_bytes=9) for _ in range(3)],
+        lambda objects: [objects.files[0].start_read_into(objects.memory, length_bytes=9) for _ in range(3)],
         True,
     ),
-    "write_from": (lambda one: one.files[0].write_from(one.memory, durable=True), True),
-    "await": (lambda one: asyncio.run(_await_read(one)), True),
-    "close": (lambda one: one.files[0].close(), True),
-    "copy_file": (_copy, False),
-    "direct": (lambda one: one.files[0].start_read_into(one.device_memory), True),
-    "direct_close": (lambda one: one.files[0].close(), True),
-    "direct_first": (lambda one: one.open().start_read_into(one.device_memory).result(), False),
-    "direct_result": (lambda one: one.files[0].start_read_into(one.device_memory).result(), True),
+    "write_from": (lambda objects: objects.files[0].write_from(objects.memory, durable=True), True),
+    "await": (lambda objects: asyncio.run(_await_read(objects)), True),
+    "close": (lambda objects: objects.files[0].close(), True),
+    "copy_file": (_copy_file, False),
+    "direct": (lambda objects: objects.files[0].start_read_into(objects.device_memory), True),
+    "direct_close": (lambda objects: objects.files[0].close(), True),
+    "direct_first": (lambda objects: objects.open().start_read_into(objects.device_memory).result(), False),
+    "direct_result": (lambda objects: objects.files[0].start_read_into(objects.device_memory).result(), True),
 }
-# In these scenarios, the code of Python's library that the call runs is interrupted, too.
+# In these scenarios, the sweep also interrupts code of Python's standard library.
 _LIBRARY_SCENARIOS = ("direct_result",)
 
 
-def _close(file: gds.File) -> bool:
-    """Close the file on another thread. Return whether that ended in time."""
+def _close_in_time(file: gds.File) -> bool:
+    """Close the file on another thread. Return whether the close ended in time."""
     thread = threading.Thread(target=file.close, daemon=True)
     thread.start()
     thread.join(_CLOSE_TIMEOUT_S)
@@ -115,67 +115,67 @@ def _is_exported(memory: bytearray) -> bool:
     return False
 
 
-def _open_descriptors() -> int:
+def _count_open_descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def _interrupt(scenario: str, one: _Round, point: int, open_gate: Callable[[], None]) -> tuple[str, str]:
-    """Interrupt the call of a scenario at one point. Return where that was, and what it broke."""
+def _interrupt(scenario: str, objects: _CallObjects, point: int, open_gate: Callable[[], None]) -> tuple[str, str]:
+    """Interrupt the call of a scenario at one point. Return the source line of the point, and the failed check."""
     call, needs_file = SCENARIOS[scenario]
     if needs_file:
-        file = one.open()
-        if one.device_memory is not None:
-            file.start_read_into(one.device_memory).result()  # The probe of the direct path is not interrupted.
-    library = [str(Path(os.__file__).parent)] if scenario in _LIBRARY_SCENARIOS else []
-    interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), *library)
-    error = interrupter.call(lambda: call(one))
-    was_exported = _is_exported(one.memory)
-    before = bytes(one.memory)
+        file = objects.open()
+        if objects.device_memory is not None:
+            file.start_read_into(objects.device_memory).result()  # The probe of the direct path is not interrupted.
+    library_folders = [str(Path(os.__file__).parent)] if scenario in _LIBRARY_SCENARIOS else []
+    interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), *library_folders)
+    error = interrupter.call(lambda: call(objects))
+    was_exported = _is_exported(objects.memory)
+    bytes_before = bytes(objects.memory)
     open_gate()
-    for file in one.files:
-        if not _close(file):
+    for file in objects.files:
+        if not _close_in_time(file):
             return interrupter.where, "close() does not return"
-    for transfer in list(native.in_progress.values()):  # No close waits for read_files().
+    for transfer in list(native.in_progress.values()):  # close() does not wait for read_files().
         transfer.exception()
     if native.in_progress:
         return interrupter.where, f"still in progress: {native.in_progress}"
-    gds.close_engines()  # Waits for every job of the engine.
-    if not was_exported and bytes(one.memory) != before:
+    gds.close_engines()  # This waits for every job of the engine.
+    if not was_exported and bytes(objects.memory) != bytes_before:
         return interrupter.where, "bytes arrived in memory that was released"
     del error
     gc.collect()
-    if _is_exported(one.memory):
+    if _is_exported(objects.memory):
         return interrupter.where, "the memory is still in use"
     return interrupter.where, ""
 
 
 def _sweep(scenario: str, path: Path, faulty_file: FaultyFile | None, device_memory: object) -> str:
     descriptors_count = -1
-    # The probe of a direct path has hundreds of points and takes long, so that it is interrupted at every fifth one.
+    # The probe of a direct path has hundreds of points and takes long. Therefore only every fifth point is interrupted.
     for point in itertools.count(1, 5 if scenario == "direct_first" else 1):
-        one = _Round(path, direct="required" if scenario.startswith("direct") else "never")
-        one.device_memory = device_memory
+        objects = _CallObjects(path, direct="required" if scenario.startswith("direct") else "never")
+        objects.device_memory = device_memory
         if faulty_file is not None:
             faulty_file.send(f"gate 0 {LENGTH_BYTES}")
-        where, broken = _interrupt(
-            scenario, one, point, lambda: None if faulty_file is None else faulty_file.send("open")
+        source_line, failed_check = _interrupt(
+            scenario, objects, point, lambda: None if faulty_file is None else faulty_file.send("open")
         )
-        del one
+        del objects
         gc.collect()
-        descriptors_before, descriptors_count = descriptors_count, _open_descriptors()
-        # A file stays open as long as it is registered with cuFile, also if an interrupt came during its probe.
+        descriptors_before, descriptors_count = descriptors_count, _count_open_descriptors()
+        # A file stays open as long as it is registered with cuFile, even if an interrupt came during its probe.
         may_keep_files = scenario == "direct_first"
-        if not broken and point > 1 and descriptors_count > descriptors_before and not may_keep_files:
-            broken = f"{descriptors_count} descriptors are open, not {descriptors_before}"
-        if broken:
-            return f"point {point}, {where}: {broken}"
-        if not where:
+        if not failed_check and point > 1 and descriptors_count > descriptors_before and not may_keep_files:
+            failed_check = f"{descriptors_count} descriptors are open, not {descriptors_before}"
+        if failed_check:
+            return f"point {point}, {source_line}: {failed_check}"
+        if not source_line:
             return f"{point - 1} points"
     raise AssertionError
 
 
 def _block_first_read(faulty_file: FaultyFile) -> None:
-    """Block a read once, because the file system reports its first blocked read, at any time between two commands."""
+    """Block a read before the sweep, because the report of the first blocked read may come between any two replies."""
     faulty_file.send(f"gate 0 {LENGTH_BYTES}")
     with gds.File(faulty_file.path, direct="never") as file:
         transfer = file.start_read_into(bytearray(LENGTH_BYTES))
@@ -185,10 +185,10 @@ def _block_first_read(faulty_file: FaultyFile) -> None:
 
 
 def main() -> None:
-    """Run the scenario of the arguments."""
+    """Sweep the scenario that the arguments name."""
     scenario, path = sys.argv[1], Path(sys.argv[2])
     warnings.simplefilter("ignore")  # Objects that an interrupt dropped report that they were never closed.
-    sys.unraisablehook = lambda _: None  # An interrupt in a finalizer is lost, as any exception there.
+    sys.unraisablehook = lambda _: None  # Python prints an interrupt in a finalizer, and continues.
     with contextlib.ExitStack() as stack:
         faulty_file = None
         if len(sys.argv) > 3:
@@ -198,10 +198,10 @@ def main() -> None:
         device_memory = None
         if scenario.startswith("direct"):
             device_memory = stack.enter_context(stack.enter_context(cuda.Device(0)).allocate(LENGTH_BYTES))
-            shared_driver()  # The child process that opens the driver first is not interrupted.
+            shared_driver()  # The first open of the driver starts a child process, which must not be interrupted.
         sys.stdout.write(f"{_sweep(scenario, path, faulty_file, device_memory)}\n")
         sys.stdout.flush()
-    os._exit(0)  # A thread that waits for ever in close() must not keep the program from its end.
+    os._exit(0)  # A thread that waits for ever in close() must not keep the program alive.
 
 
 if __name__ == "__main__":

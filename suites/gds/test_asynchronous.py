@@ -57,9 +57,9 @@ def test_awaited_transfer_raises_the_error_of_the_transfer(tmp_path: Path) -> No
 
     async def read() -> None:
         async with gds.AsyncFile(tmp_path / "file", direct="never") as file:
-            with pytest.raises(gds.TransferFailed) as caught:
+            with pytest.raises(gds.TransferFailed) as error_info:
                 await file.read_into(bytearray(20), length_bytes=20)
-            assert (caught.value.reason, caught.value.transferred.bytes) == (Reason.END_OF_FILE, 10)
+            assert (error_info.value.reason, error_info.value.transferred.bytes) == (Reason.END_OF_FILE, 10)
             with pytest.raises(UsageError, match="opened for reading only"):
                 await file.write_from(b"x")
 
@@ -67,9 +67,9 @@ def test_awaited_transfer_raises_the_error_of_the_transfer(tmp_path: Path) -> No
 
 
 @ON_HOST_AND_DEVICE
-@pytest.mark.parametrize("cancels", [False, True], ids=["all", "half-cancelled"])
+@pytest.mark.parametrize("cancels_half", [False, True], ids=["all", "half-cancelled"])
 def test_thousand_reads_at_once_leave_nothing_open(
-    tmp_path: Path, seed: int, memory_kind: str, owner_device: Device | None, *, cancels: bool
+    tmp_path: Path, seed: int, memory_kind: str, owner_device: Device | None, *, cancels_half: bool
 ) -> None:
     data = pattern.payload(READS_COUNT * 4 * KIB, seed=seed)
     (tmp_path / "file").write_bytes(data)
@@ -85,7 +85,7 @@ def test_thousand_reads_at_once_leave_nothing_open(
                 for offset in range(0, len(data), 4 * KIB)
             ]
             await asyncio.wait(tasks, timeout=0)
-            for task in tasks[1::2] if cancels else ():
+            for task in tasks[1::2] if cancels_half else ():
                 task.cancel()
             return list(await asyncio.gather(*tasks, return_exceptions=True))
 
@@ -100,7 +100,7 @@ def test_thousand_reads_at_once_leave_nothing_open(
                 assert isinstance(result, asyncio.CancelledError)
                 assert index % 2 == 1
     assert len(results) == READS_COUNT
-    assert cancels == any(isinstance(result, asyncio.CancelledError) for result in results)
+    assert cancels_half == any(isinstance(result, asyncio.CancelledError) for result in results)
 
 
 def test_awaited_transfers_need_no_thread_of_the_loop(tmp_path: Path, seed: int) -> None:
@@ -129,7 +129,7 @@ def test_awaited_transfers_need_no_thread_of_the_loop(tmp_path: Path, seed: int)
 
 
 def test_await_without_a_descriptor_left_names_the_errno(tmp_path: Path) -> None:
-    """In an older version, the error of the native module came through."""
+    """In an older version, the caller got the raw error of the native module."""
     (tmp_path / "file").write_bytes(bytes(MIB))
     memory = bytearray(MIB)
 
@@ -138,9 +138,9 @@ def test_await_without_a_descriptor_left_names_the_errno(tmp_path: Path) -> None
             transfer = file.file.start_read_into(memory)
             wait_until(transfer.done, "the engine to open what it needs")
             transfers = [file.file.start_read_into(memory) for _ in range(200)]
-            with limit_open_files(0), pytest.raises(ApiError) as caught:
+            with limit_open_files(0), pytest.raises(ApiError) as error_info:
                 await transfers[-1]
-            assert (caught.value.operation, caught.value.errno) == ("eventfd", errno.EMFILE)
+            assert (error_info.value.operation, error_info.value.errno) == ("eventfd", errno.EMFILE)
             assert transfers[-1].done()
 
     asyncio.run(read())
@@ -169,20 +169,20 @@ def test_cancelled_coroutine_ends_after_its_transfer(tmp_path: Path) -> None:
     memory.clear()  # This raises BufferError if the transfer still uses the memory.
 
 
-@pytest.mark.parametrize("line", range(1, 4))
-def test_error_of_a_signal_handler_loses_no_end(tmp_path: Path, line: int) -> None:
-    """A signal handler raises at a line of the call in which the event loop takes the ends of jobs."""
+@pytest.mark.parametrize("line_number", range(1, 4))
+def test_error_of_a_signal_handler_loses_no_end(tmp_path: Path, line_number: int) -> None:
+    """A signal handler raises an exception while the event loop collects the completed jobs."""
     (tmp_path / "data").write_bytes(bytes(4 * KIB))
-    lines_left = line
+    lines_left = line_number
 
-    def trace(frame: FrameType, event: str, _argument: object) -> Any:  # noqa: ANN401 - a function or None.
+    def raise_at_line(frame: FrameType, event: str, _argument: object) -> Any:  # noqa: ANN401 - a function or None.
         nonlocal lines_left
-        if frame.f_code is not LoopWaits._take.__code__:  # noqa: SLF001 - where a signal may arrive.
+        if frame.f_code is not LoopWaits._complete_futures.__code__:  # noqa: SLF001 - where a signal may arrive.
             return None
         lines_left -= event == "line"
         if lines_left == 0:
             raise ValueError
-        return trace
+        return raise_at_line
 
     async def read(transfer: gds.Transfer) -> int:
         return (await transfer).bytes
@@ -195,7 +195,7 @@ def test_error_of_a_signal_handler_loses_no_end(tmp_path: Path, line: int) -> No
         return len(pending)
 
     with gds.File(tmp_path / "data", direct="never") as file:
-        sys.settrace(trace)
+        sys.settrace(raise_at_line)
         try:
             pending_count = asyncio.run(read_all(file))
         finally:

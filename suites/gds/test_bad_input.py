@@ -9,7 +9,7 @@ import errno
 import os
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from gds.faulty_file import FaultyFile
@@ -53,11 +53,11 @@ def test_failed_open_has_its_errno(
     tmp_path: Path, create_path: Callable[[Path], object], mode: str, expected_errno: int, reason: Reason
 ) -> None:
     create_path(tmp_path / "name")
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         gds.File(tmp_path / "name", mode)
-    assert (raised.value.api, raised.value.operation) == (Api.KERNEL, "open")
-    assert (raised.value.errno, raised.value.reason) == (expected_errno, reason)
-    assert raised.value.arguments["path"] == str(tmp_path / "name")
+    assert (error_info.value.api, error_info.value.operation) == (Api.KERNEL, "open")
+    assert (error_info.value.errno, error_info.value.reason) == (expected_errno, reason)
+    assert error_info.value.arguments["path"] == str(tmp_path / "name")
 
 
 def test_special_file_is_refused(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_invalid_options_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             gds.File(path, **invalid_options)
     with pytest.raises(UsageError):
-        gds.read_files([path], bytearray(1), [1], access=invalid_options.get("access", "fast"))
+        gds.read_files([path], bytearray(1), [1], access=cast("Any", "fast"))
     for invalid_options in (
         {"workers_count": 0},
         {"chunk_bytes": 0},
@@ -98,25 +98,25 @@ def test_empty_file_has_no_bytes(tmp_path: Path, memory_kind: str, owner_device:
         assert file.read_into(memory.buffer).bytes == 0
         assert file.cached_share() == 0.0
         for length_bytes in (1, MIB):
-            with pytest.raises(gds.TransferFailed) as failed:
+            with pytest.raises(gds.TransferFailed) as error_info:
                 file.read_into(memory.buffer, length_bytes=length_bytes)
-            assert failed.value.reason is Reason.END_OF_FILE
-            assert failed.value.transferred.bytes == 0
+            assert error_info.value.reason is Reason.END_OF_FILE
+            assert error_info.value.transferred.bytes == 0
         assert set(memory.read_all()) == {0xA5}
 
 
 @EVERY_MEMORY_KIND
-@pytest.mark.parametrize("file_offset", [FILE_BYTES, FILE_BYTES + 1, 1 << 40, (1 << 63) - 1 - 2 * MIB])
+@pytest.mark.parametrize("file_offset_bytes", [FILE_BYTES, FILE_BYTES + 1, 1 << 40, (1 << 63) - 1 - 2 * MIB])
 def test_offset_after_the_end_reads_nothing(
-    file: gds.File, memory_kind: str, owner_device: Device | None, file_offset: int
+    file: gds.File, memory_kind: str, owner_device: Device | None, file_offset_bytes: int
 ) -> None:
     with allocate_memory(memory_kind, 2 * MIB, owner_device) as memory:
-        assert file.read_into(memory.buffer, file_offset_bytes=file_offset).bytes == 0
+        assert file.read_into(memory.buffer, file_offset_bytes=file_offset_bytes).bytes == 0
         for length_bytes in (1, 2 * MIB):
-            with pytest.raises(gds.TransferFailed) as failed:
-                file.read_into(memory.buffer, file_offset_bytes=file_offset, length_bytes=length_bytes)
-            assert failed.value.reason is Reason.END_OF_FILE
-            assert failed.value.transferred.range_bytes == (0,)
+            with pytest.raises(gds.TransferFailed) as error_info:
+                file.read_into(memory.buffer, file_offset_bytes=file_offset_bytes, length_bytes=length_bytes)
+            assert error_info.value.reason is Reason.END_OF_FILE
+            assert error_info.value.transferred.range_bytes == (0,)
         assert set(memory.read_all()) == {0xA5}
 
 
@@ -128,16 +128,16 @@ def test_short_file_is_end_of_file(
     # The file was opened when it was longer.
     os.truncate(file.path, length_bytes)
     with allocate_memory(memory_kind, FILE_BYTES, owner_device) as memory:
-        with pytest.raises(gds.TransferFailed) as failed:
+        with pytest.raises(gds.TransferFailed) as error_info:
             file.read_into(memory.buffer, length_bytes=FILE_BYTES)
-        assert failed.value.reason is Reason.END_OF_FILE
-        assert failed.value.arguments["transferred_bytes"] == length_bytes
-        assert failed.value.transferred.range_bytes == (length_bytes,)
+        assert error_info.value.reason is Reason.END_OF_FILE
+        assert error_info.value.arguments["transferred_bytes"] == length_bytes
+        assert error_info.value.transferred.range_bytes == (length_bytes,)
         pattern.check(memory.read_all()[:length_bytes], seed=seed)
         assert set(memory.read_all()[length_bytes:]) == {0xA5}
-        with pytest.raises(gds.TransferFailed) as failed:
+        with pytest.raises(gds.TransferFailed) as error_info:
             file.readv(memory.buffer, [(0, 10), (length_bytes - 3, 10), (length_bytes, 10), (1, 10)])
-        assert failed.value.transferred.range_bytes == (10, 3, 0, 10)
+        assert error_info.value.transferred.range_bytes == (10, 3, 0, 10)
 
 
 @pytest.mark.parametrize("memory_kind", [MEMORY_KINDS[0], MEMORY_KINDS[2]], indirect=True)
@@ -165,12 +165,12 @@ def test_invalid_sizes_are_refused(
         for call in (file.read_into, file.write_from, file.start_read_into, file.start_write_from):
             with pytest.raises(UsageError):
                 call(memory.buffer, **invalid_options)
-        file_offset, length_bytes, buffer_offset = (
+        file_offset_bytes, length_bytes, buffer_offset_bytes = (
             invalid_options.get(name, 0) for name in ("file_offset_bytes", "length_bytes", "buffer_offset_bytes")
         )
         for transfer_ranges in (file.readv, file.writev):
             with pytest.raises(UsageError):
-                transfer_ranges(memory.buffer, [(0, 1), (file_offset, length_bytes or MIB, buffer_offset)])
+                transfer_ranges(memory.buffer, [(0, 1), (file_offset_bytes, length_bytes or MIB, buffer_offset_bytes)])
         assert set(memory.read_all()) == {0xA5}
         assert file.size_bytes == FILE_BYTES
         # The memory is unchanged and can still be used.
@@ -208,9 +208,9 @@ def test_array_that_overstates_its_size_is_refused(file: gds.File, device: Devic
     with device.allocate(64 * KIB) as memory:
         array = CudaArrayBuffer(memory)
         array.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "shape": (1 << 40,)}
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             file.read_into(array)
-        assert raised.value.reason is Reason.NOT_DEVICE_MEMORY
+        assert error_info.value.reason is Reason.NOT_DEVICE_MEMORY
         array.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "data": (memory.address, True)}
         with pytest.raises(UsageError):
             file.read_into(array)
@@ -265,12 +265,13 @@ def test_closed_engine_is_created_again(file: gds.File, seed: int) -> None:
     engine = gds.Engine()
     engine.close()
     engine.close()
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         engine.submit(write=False, device_index=gds.HOST, files=[os.fsencode(file.path)], extents=[0, 0, 4096, 1])
-    assert (raised.value.errno, raised.value.reason) == (errno.ESHUTDOWN, Reason.CLOSED)
+    assert (error_info.value.errno, error_info.value.reason) == (errno.ESHUTDOWN, Reason.CLOSED)
 
 
-# Calls of the engine for which the CUDA driver allocates: pinned memory, streams, events and copies.
+# Calls of the engine for which the CUDA driver allocates memory: it pins memory, creates a stream or an event, or
+# copies.
 CALLS_THAT_ALLOCATE = ["cuMemHostRegister_v2", "cuStreamCreate", "cuEventCreate", "cuMemcpyHtoDAsync_v2"]
 
 
@@ -287,12 +288,12 @@ def test_device_out_of_memory_is_an_error(
                 # A short transfer needs no event.
                 assert file.read_into(memory, length_bytes=length_bytes).bytes == length_bytes
             else:
-                with pytest.raises(ApiError) as failed:
+                with pytest.raises(ApiError) as error_info:
                     file.read_into(memory, length_bytes=length_bytes)
-                assert (failed.value.api, failed.value.status) == (Api.CUDA, 2)
-                assert (failed.value.reason, failed.value.errno) == (Reason.OUT_OF_MEMORY, None)
-                if isinstance(failed.value, gds.TransferFailed):
-                    assert failed.value.transferred.bytes == 0
+                assert (error_info.value.api, error_info.value.status) == (Api.CUDA, 2)
+                assert (error_info.value.reason, error_info.value.errno) == (Reason.OUT_OF_MEMORY, None)
+                if isinstance(error_info.value, gds.TransferFailed):
+                    assert error_info.value.transferred.bytes == 0
         # When the driver can allocate again, the same file and memory can be used.
         assert file.read_into(memory).bytes == FILE_BYTES
         pattern.check(memory.read(), seed=seed)
@@ -302,10 +303,10 @@ def test_repeated_result_raises_new_errors(file: gds.File) -> None:
     transfer = file.start_read_into(bytearray(FILE_BYTES), file_offset_bytes=FILE_BYTES, length_bytes=1)
     lengths = set()
     for _ in range(3):
-        with pytest.raises(gds.TransferFailed) as failed:
+        with pytest.raises(gds.TransferFailed) as error_info:
             transfer.result()
-        assert failed.value.transferred.range_bytes == (0,)
-        lengths.add(len(failed.traceback))
+        assert error_info.value.transferred.range_bytes == (0,)
+        lengths.add(len(error_info.traceback))
     # If one error object were raised repeatedly, it would collect the frames of all callers and keep their variables.
     assert len(lengths) == 1
     error = transfer.exception()
@@ -343,14 +344,14 @@ def test_negative_timeout_does_not_wait(tmp_path: Path, seed: int) -> None:
 
 def test_failed_close_names_the_file_and_closes_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"data")
-    open_count = handles.live().get("gds.file", 0)
+    open_count_before = handles.live().get("gds.file", 0)
     file = gds.File(tmp_path / "file", direct="never")
     os.close(file.fileno())
-    with pytest.raises(ApiError) as failed:
+    with pytest.raises(ApiError) as error_info:
         file.close()
-    assert (failed.value.errno, failed.value.arguments) == (errno.EBADF, {"path": str(tmp_path / "file")})
+    assert (error_info.value.errno, error_info.value.arguments) == (errno.EBADF, {"path": str(tmp_path / "file")})
     assert file.closed
-    assert handles.live().get("gds.file", 0) == open_count
+    assert handles.live().get("gds.file", 0) == open_count_before
     file.close()
 
 
@@ -358,9 +359,9 @@ def test_changed_list_of_paths_does_not_change_the_error(tmp_path: Path) -> None
     paths = [tmp_path / "missing", tmp_path / "other"]
     transfer = gds.read_files(paths, bytearray(2), [1, 1])
     paths.clear()
-    with pytest.raises(gds.TransferFailed) as failed:
+    with pytest.raises(gds.TransferFailed) as error_info:
         transfer.result()
-    assert failed.value.arguments["path"] == str(tmp_path / "missing")
+    assert error_info.value.arguments["path"] == str(tmp_path / "missing")
 
 
 def test_changed_list_of_files_is_still_waited_for(file: gds.File) -> None:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Prefix of the names of SVG elements in ElementTree.
-SVG = "{http://www.w3.org/2000/svg}"
+SVG_NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
-def file_names(folder: Path) -> list[str]:
+def list_file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -49,7 +49,7 @@ def test_bench_measures_every_point_and_leaves_no_file(tmp_path: Path, options: 
         assert point["rate_gb_per_s"] > 0
         assert point["operations_per_s"] * point["size_bytes"] == pytest.approx(point["rate_gb_per_s"] * 1e9)
     assert output["substrate"].get("cuda") in ({None} if options else {"twin", "hardware"})
-    assert file_names(folder) == []
+    assert list_file_names(folder) == []
     plot = (tmp_path / "plot.html").read_text()
     for kind in KINDS:
         assert f">{kind}<" in plot
@@ -86,7 +86,11 @@ def test_plot_has_each_point_at_its_height(tmp_path: Path) -> None:
     lines = [Line("slow & <steady>", [(4 * KIB, 1.0), (MIB, 2.0)]), Line("fast", [(4 * KIB, 4.0), (MIB, 8.0)])]
     plot = Plot(title="Title", note="note", unit="GB/s", lines=lines)
     root = ET.fromstring(draw(plot))  # noqa: S314 - the text was written by this program.
-    circles = {circle.findtext(f"{SVG}title"): circle for circle in root.iter(f"{SVG}circle") if len(circle)}
+    circles = {
+        circle.findtext(f"{SVG_NAMESPACE}title"): circle
+        for circle in root.iter(f"{SVG_NAMESPACE}circle")
+        if len(circle)
+    }
     y_by_title = {title: float(circle.get("cy", "")) for title, circle in circles.items()}
     assert list(y_by_title) == [
         "slow & <steady>, 4 KiB: 1",

@@ -62,10 +62,10 @@ def count_copies(options: EngineOptions, path: Path, memory: CudaMemory) -> int:
 def test_coalesced_read_makes_fewer_copies_than_chunks(tmp_path: Path, seed: int, memory: CudaMemory) -> None:
     data = pattern.payload(LENGTH_BYTES, seed=seed)
     (tmp_path / "file").write_bytes(data)
-    chunk_copies = count_copies(CHUNK_OPTIONS, tmp_path / "file", memory)
+    chunk_copy_count = count_copies(CHUNK_OPTIONS, tmp_path / "file", memory)
     assert memory.read(length_bytes=LENGTH_BYTES) == data
     memory.fill(0)
-    coalesced_copies = count_copies(COALESCED_OPTIONS, tmp_path / "file", memory)
+    coalesced_copy_count = count_copies(COALESCED_OPTIONS, tmp_path / "file", memory)
     assert memory.read(length_bytes=LENGTH_BYTES) == data
-    assert chunk_copies >= LENGTH_BYTES // MIB
-    assert coalesced_copies < chunk_copies / 1.5
+    assert chunk_copy_count >= LENGTH_BYTES // MIB
+    assert coalesced_copy_count < chunk_copy_count / 1.5

@@ -26,7 +26,7 @@ DEVICE_INDEXES = [
 ]
 
 
-def file_names(folder: Path) -> list[str]:
+def list_file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -67,7 +67,7 @@ def test_copy_equals_its_source(tmp_path: Path, seed: int, device_index: int, si
     (tmp_path / "folder").mkdir()
     gds.copy_file(source, tmp_path / "folder", device_index=device_index, direct="never")
     assert (tmp_path / "folder" / "file").read_bytes() == source.read_bytes()
-    assert file_names(tmp_path) == ["copy", "file", "folder"]
+    assert list_file_names(tmp_path) == ["copy", "file", "folder"]
 
 
 def test_refused_copy_changes_nothing(tmp_path: Path) -> None:
@@ -81,10 +81,10 @@ def test_refused_copy_changes_nothing(tmp_path: Path) -> None:
         (".", "new", errno.EISDIR, "."),
         ("file", "none/new", errno.ENOENT, "none"),
     ):
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             gds.copy_file(tmp_path / source, tmp_path / destination, device_index=gds.HOST)
-        assert (raised.value.errno, raised.value.arguments["path"]) == (expected_errno, str(tmp_path / path))
-    assert file_names(tmp_path) == ["file", "link"]
+        assert (error_info.value.errno, error_info.value.arguments["path"]) == (expected_errno, str(tmp_path / path))
+    assert list_file_names(tmp_path) == ["file", "link"]
     assert (tmp_path / "file").read_bytes() == b"1234"
 
 
@@ -96,12 +96,12 @@ def test_failed_copy_leaves_the_old_file(tmp_path: Path, seed: int, device_index
     copy.write_bytes(b"old")
     with FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as faulty_file:
         faulty_file.send(f"eio {3 * MIB + 5}")
-        with pytest.raises(gds.TransferFailed) as failed:
+        with pytest.raises(gds.TransferFailed) as error_info:
             gds.copy_file(faulty_file.path, copy, device_index=device_index, chunk_bytes=MIB, direct="never")
-        assert failed.value.errno == errno.EIO
-        assert failed.value.transferred.bytes == 5
+        assert error_info.value.errno == errno.EIO
+        assert error_info.value.transferred.bytes == 5
     assert copy.read_bytes() == b"old"
-    assert file_names(tmp_path) == ["copy", "mount"]
+    assert list_file_names(tmp_path) == ["copy", "mount"]
 
 
 def test_interrupted_copy_leaves_nothing(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_interrupted_copy_leaves_nothing(tmp_path: Path) -> None:
         gds.copy_file(
             tmp_path / "file", tmp_path / "copy", device_index=gds.HOST, chunk_bytes=MIB, on_progress=interrupt
         )
-    assert file_names(tmp_path) == ["file"]
+    assert list_file_names(tmp_path) == ["file"]
 
 
 @needs(cuda.device())
@@ -128,7 +128,7 @@ def test_copy_command_reports_the_routes(tmp_path: Path, seed: int) -> None:
     assert copy.read_bytes() == source.read_bytes()
     assert (output["bytes"], output["is_checked"], output["destination"]) == (2 * MIB, True, str(copy))
     for totals in (output["read"], output["write"]):
-        # The bytes went directly, or by the engine for a stated reason.
+        # The bytes went directly, or through the engine. In the second case, the output states the reason.
         assert sum(totals["routes"].values()) == 2 * MIB
         assert bool(totals["why_not_direct"]) == ("engine" in totals["routes"])
     assert output["substrate"]["cuda"] in {"twin", "hardware"}
@@ -158,4 +158,4 @@ def test_copy_command_fails_without_a_traceback(
     assert process.returncode == exit_code
     assert error_text in process.stderr
     assert "Traceback" not in process.stderr
-    assert file_names(tmp_path) == ["file"]
+    assert list_file_names(tmp_path) == ["file"]

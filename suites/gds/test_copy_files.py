@@ -47,7 +47,7 @@ FILE_SYSTEMS = [
 ]
 
 
-def file_names(folder: Path) -> list[str]:
+def list_file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -55,12 +55,12 @@ def copy_file(source: Path, destination: Path, **options: object) -> gds.CopyRes
     return gds.copy_file(source, destination, device_index=gds.HOST, **options)  # type: ignore[arg-type] # any option.
 
 
-def copy_command(*arguments: str | Path) -> list[str]:
+def make_copy_command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "gdrkit", "copy", *map(str, arguments), "--host"]
 
 
 @pytest.fixture
-def without_tmpfile(tmp_path: Path) -> Iterator[FaultyMount]:
+def mount_without_tmpfile(tmp_path: Path) -> Iterator[FaultyMount]:
     """Yield a mount of a file system that does not support O_TMPFILE, like NFS."""
     with FaultyMount(tmp_path / "fuse") as mount:
         with pytest.raises(OSError, match="not supported"):
@@ -74,14 +74,14 @@ def test_mode_of_a_copy_is_that_of_cp(tmp_path: Path, mode: int, umask: int) -> 
     source = tmp_path / "source"
     source.write_bytes(b"#!/bin/sh\n")
     source.chmod(mode)
-    for tool in (["cp"], copy_command()[:-1]):
+    for tool in (["cp"], make_copy_command()[:-1]):
         folder = tmp_path / Path(tool[0]).name
         folder.mkdir()
         (folder / "old").write_bytes(b"")
         (folder / "old").chmod(0o640)
         for name in ("new", "old"):
-            host_memory = ["--host"] if len(tool) > 1 else []
-            subprocess.run([*tool, str(source), str(folder / name), *host_memory], check=True, umask=umask)
+            memory_options = ["--host"] if len(tool) > 1 else []
+            subprocess.run([*tool, str(source), str(folder / name), *memory_options], check=True, umask=umask)
     modes = [
         [stat.S_IMODE((folder / name).stat().st_mode) for name in ("new", "old")]
         for folder in (tmp_path / "cp", tmp_path / Path(sys.executable).name)
@@ -140,7 +140,7 @@ def test_partial_copy_has_no_name(tmp_path: Path) -> None:
     source.chmod(0o600)
     names_during_copy: list[list[str]] = []
     copy_file(
-        source, tmp_path / "copy", on_progress=lambda _done, _whole: names_during_copy.append(file_names(tmp_path))
+        source, tmp_path / "copy", on_progress=lambda _done, _whole: names_during_copy.append(list_file_names(tmp_path))
     )
     assert names_during_copy
     assert all(names == ["source"] for names in names_during_copy)
@@ -149,9 +149,9 @@ def test_partial_copy_has_no_name(tmp_path: Path) -> None:
 @needs(host.fuse)
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_partial_copy_is_private_without_tmpfile(
-    tmp_path: Path, without_tmpfile: FaultyMount, *, is_replaced: bool
+    tmp_path: Path, mount_without_tmpfile: FaultyMount, *, is_replaced: bool
 ) -> None:
-    source, folder = tmp_path / "source", without_tmpfile.mount
+    source, folder = tmp_path / "source", mount_without_tmpfile.mount
     source.write_bytes(bytes(MIB))
     source.chmod(0o644 if is_replaced else 0o600)
     if is_replaced:
@@ -163,7 +163,7 @@ def test_partial_copy_is_private_without_tmpfile(
 
     copy_file(source, folder / "copy", on_progress=record_modes)
     assert set(modes) == {0o600}
-    assert file_names(folder) == ["copy"]
+    assert list_file_names(folder) == ["copy"]
     assert (folder / "copy").read_bytes() == bytes(MIB)
 
 
@@ -173,17 +173,17 @@ def test_special_file_as_destination_is_refused(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         for name, file_type in (("fifo", "a FIFO"), ("socket", "a socket")):
-            before = (tmp_path / name).lstat()
+            status_before = (tmp_path / name).lstat()
             with pytest.raises(UsageError, match=f"is {file_type}; a regular file is required"):
                 copy_file(tmp_path / "source", tmp_path / name)
-            assert os.path.samestat((tmp_path / name).lstat(), before)
+            assert os.path.samestat((tmp_path / name).lstat(), status_before)
 
 
 @needs(host.capability("CAP_SYS_ADMIN"))
 def test_device_node_is_not_replaced_by_a_copy(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"1234")
     os.mknod(tmp_path / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-    arguments = copy_command(tmp_path / "source", tmp_path / "null")
+    arguments = make_copy_command(tmp_path / "source", tmp_path / "null")
     process = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert process.returncode == 2
     assert "is a character device" in process.stderr
@@ -205,7 +205,7 @@ def test_symbolic_link_to_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(UsageError, match="is a symbolic link to nowhere, which does not exist"):
         copy_file(tmp_path / "source", tmp_path / "link")
-    assert file_names(tmp_path) == ["link", "source"]
+    assert list_file_names(tmp_path) == ["link", "source"]
 
 
 @pytest.mark.parametrize("is_checked", [False, True])
@@ -272,26 +272,26 @@ def test_synced_copy_survives_a_power_loss(tmp_path: Path, seed: int, file_syste
         if is_replaced:
             (disk / "copy").write_bytes(b"old")
         subprocess.run(["sync"], check=True)
-        subprocess.run([*copy_command(source, disk / "copy"), "--sync"], check=True)
+        subprocess.run([*make_copy_command(source, disk / "copy"), "--sync"], check=True)
         with mount_image_copy(file_system, disk, tmp_path / "disk-after-cut") as disk_after_cut:
             assert (disk_after_cut / "copy").read_bytes() == data
             assert stat.S_IMODE((disk_after_cut / "copy").stat().st_mode) == 0o644
 
 
 @needs(host.fuse)
-def test_failed_sync_leaves_no_copy(tmp_path: Path, without_tmpfile: FaultyMount) -> None:
-    source, folder = tmp_path / "source", without_tmpfile.mount
+def test_failed_sync_leaves_no_copy(tmp_path: Path, mount_without_tmpfile: FaultyMount) -> None:
+    source, folder = tmp_path / "source", mount_without_tmpfile.mount
     source.write_bytes(b"1234")
-    without_tmpfile.set_faults(fsync=errno.EIO)
-    with pytest.raises(ApiError) as raised:
+    mount_without_tmpfile.set_faults(fsync=errno.EIO)
+    with pytest.raises(ApiError) as error_info:
         copy_file(source, folder / "copy", durable=True)
-    assert raised.value.errno == errno.EIO
+    assert error_info.value.errno == errno.EIO
     process = subprocess.run(
-        [*copy_command(source, folder / "copy"), "--sync"], capture_output=True, text=True, check=False
+        [*make_copy_command(source, folder / "copy"), "--sync"], capture_output=True, text=True, check=False
     )
     assert process.returncode == 1
     assert "EIO" in process.stderr
-    assert file_names(folder) == []
+    assert list_file_names(folder) == []
     copy_file(source, folder / "copy")
     assert (folder / "copy").read_bytes() == b"1234"
 
@@ -314,7 +314,7 @@ def test_signal_leaves_no_partial_copy(
         # A child inherits ignored signals, and a shell ignores SIGINT for background processes.
         stack.callback(signal.signal, signal_number, signal.signal(signal_number, signal.SIG_DFL))
         process = stack.enter_context(
-            subprocess.Popen(copy_command(faulty_file.path, folder / "copy"), stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(make_copy_command(faulty_file.path, folder / "copy"), stderr=subprocess.PIPE, text=True)
         )
         faulty_file.expect_line("waiting")
         process.send_signal(signal_number)
@@ -322,7 +322,7 @@ def test_signal_leaves_no_partial_copy(
         stderr = process.communicate(timeout=_TIMEOUT_S)[1]
         assert process.returncode == (130 if signal_number is signal.SIGINT else -signal_number), stderr
         assert "Traceback" not in stderr
-        assert file_names(folder) == []
+        assert list_file_names(folder) == []
 
 
 @needs(host.fuse)
@@ -331,9 +331,9 @@ def test_killed_copy_leaves_nothing(tmp_path: Path, seed: int) -> None:
         (tmp_path / name).mkdir()
     with FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as faulty_file:
         faulty_file.send(f"gate {2 * MIB} {4 * MIB}")
-        with subprocess.Popen(copy_command(faulty_file.path, tmp_path / "folder" / "copy")) as process:
+        with subprocess.Popen(make_copy_command(faulty_file.path, tmp_path / "folder" / "copy")) as process:
             faulty_file.expect_line("waiting")
             process.kill()
             faulty_file.send("open")
             assert process.wait(_TIMEOUT_S) == -signal.SIGKILL
-    assert file_names(tmp_path / "folder") == []
+    assert list_file_names(tmp_path / "folder") == []

@@ -123,10 +123,10 @@ def test_failed_call_leaves_the_old_file(folder: Path, call_name: str, error_num
     def fail(call: SystemCall) -> int | None:
         return -error_number if call_name != "openat" or call.arguments[2] & os.O_TMPFILE == os.O_TMPFILE else None
 
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         run_copy(copy, call_name, fail, durable=True)
-    assert (raised.value.operation, raised.value.errno) == ("create", error_number)
-    assert raised.value.arguments == {"path": str(copy)}
+    assert (error_info.value.operation, error_info.value.errno) == ("create", error_number)
+    assert error_info.value.arguments == {"path": str(copy)}
     assert [path.name for path in folder.iterdir()] == ["copy"]
     assert copy.read_bytes() == b"old"
 
@@ -134,12 +134,12 @@ def test_failed_call_leaves_the_old_file(folder: Path, call_name: str, error_num
 def test_name_that_appears_during_a_copy_is_replaced(folder: Path) -> None:
     calls: list[str] = []
 
-    def create(call: SystemCall) -> None:
+    def create_file(call: SystemCall) -> None:
         if not calls:
             (folder / "copy").write_bytes(b"of another program")
         calls.append(call.name)
 
-    run_copy(folder / "copy", "linkat renameat", create)
+    run_copy(folder / "copy", "linkat renameat", create_file)
     assert calls == ["linkat", "linkat", "renameat"]
     assert [path.name for path in folder.iterdir()] == ["copy"]
     assert (folder / "copy").read_bytes() == bytes(64 * KIB)
@@ -148,20 +148,20 @@ def test_name_that_appears_during_a_copy_is_replaced(folder: Path) -> None:
 def test_failed_truncate_of_a_sparse_copy_is_an_error(folder: Path) -> None:
     source = folder.parent / "source"
     os.truncate(source, MIB)
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         run_copy(folder / "copy", "ftruncate", lambda _call: -errno.EFBIG)
-    assert (raised.value.operation, raised.value.errno) == ("ftruncate", errno.EFBIG)
-    assert raised.value.arguments == {"path": str(folder / "copy")}
+    assert (error_info.value.operation, error_info.value.errno) == ("ftruncate", errno.EFBIG)
+    assert error_info.value.arguments == {"path": str(folder / "copy")}
     assert list(folder.iterdir()) == []
 
 
 def test_empty_file_that_cannot_be_read_is_an_error(folder: Path) -> None:
     source = folder.parent / "source"
     os.truncate(source, 0)
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         run_copy(folder / "copy", "pread64", lambda _call: -errno.EIO)
-    assert (raised.value.operation, raised.value.errno) == ("read", errno.EIO)
-    assert raised.value.arguments == {"path": str(source)}
+    assert (error_info.value.operation, error_info.value.errno) == ("read", errno.EIO)
+    assert error_info.value.arguments == {"path": str(source)}
     assert list(folder.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from support.cufile_scenarios import ScenarioRunner
 
 from gdrkit import pattern
 from gdrkit.errors import Api
-from gdrkit.harness.case import CASE
+from gdrkit.harness.case import CASE_KEY
 from gdrkit.harness.needs import cuda, cufile, needs, software
 from gdrkit.harness.needs.cufile import DISK
 from gdrkit.units import MIB
@@ -34,9 +34,9 @@ pytestmark = needs(cuda.device(), cufile.driver, software(Api.CUFILE), cufile.ud
 
 ROUTES = ["p2p", "nvfs"]
 RANGES_COUNT = 256
-# Numbers of reads before the first transfer of a file: the read of the first block by cuFileRead, and the reads of the
-# batch that finds out whether libcufile counts the routes of batches.
-PROBE_CALLS, PROBE_BATCH_READS = 1, 2
+# Before the first transfer of a file, gdrkit reads the first block by cuFileRead, and makes two reads in a batch. The
+# batch shows whether libcufile counts the routes of batches.
+PROBE_READS, PROBE_BATCH_READS = 1, 2
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterat
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(FILE_BYTES, seed=seed))
-        runner = ScenarioRunner(path, seed, request.node.stash[CASE], facts)
+        runner = ScenarioRunner(path, seed, request.node.stash[CASE_KEY], facts)
         yield replace(runner, program=cufile_path_scenarios.__file__)
 
 
@@ -53,7 +53,7 @@ def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterat
 def test_large_transfer_uses_registered_memory(
     scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, route: str
 ) -> None:
-    report = scenarios.with_faults(tmp_path, f"cufile.route call=* route={route}").run("large")
+    report = scenarios.with_faults(tmp_path, f"cufile.route call=* route={route}").run("transfer_whole_file")
     evidence["answer"] = report
     for call in ("read", "again", "foreign", "write"):
         assert (report[call]["bytes"], report[call]["route"]) == (FILE_BYTES, route), call
@@ -73,7 +73,7 @@ def test_parts_of_a_large_read_run_at_the_same_time(scenarios: ScenarioRunner, t
     delay_s = 1.0
     report = scenarios.with_faults(
         tmp_path, "cufile.route call=* route=p2p", f"cuFileRead call=2-9 delay_us={delay_s * 1e6:.0f}"
-    ).run("large")
+    ).run("transfer_whole_file")
     assert report["is_expected"]
     assert report["read_s"] < 8 * delay_s - 1
 
@@ -82,7 +82,7 @@ def test_parts_of_a_large_read_run_at_the_same_time(scenarios: ScenarioRunner, t
 def test_many_ranges_are_one_batch_with_a_proof(
     scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, route: str
 ) -> None:
-    report = scenarios.with_faults(tmp_path, f"cufile.route call=* route={route}").run("many_ranges")
+    report = scenarios.with_faults(tmp_path, f"cufile.route call=* route={route}").run("transfer_many_ranges")
     evidence["answer"] = report
     for call in ("read", "again", "write"):
         assert (report[call]["bytes"], report[call]["route"]) == (RANGES_COUNT * RANGE_BYTES, route), call
@@ -93,7 +93,7 @@ def test_many_ranges_are_one_batch_with_a_proof(
 
 
 def test_adjacent_ranges_are_joined(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("adjacent_ranges")
+    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("read_adjacent_ranges")
     assert report["read"]["parts"] == [RANGE_BYTES] * RANGES_COUNT
     # The 256 ranges of 4 KiB are one call of 1 MiB.
     assert report["read"]["counters"] == {"n_p2p_reads": 1, "n_total_reads": 1}
@@ -103,7 +103,7 @@ def test_adjacent_ranges_are_joined(scenarios: ScenarioRunner, tmp_path: Path) -
 def test_batches_without_counted_route_are_not_used(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     # Calls 2 and 3 are the reads of the batch that finds out whether batches are counted.
     rules = ("cufile.route call=1 route=p2p", "cufile.route call=2-3 route=posix", "cufile.route call=* route=p2p")
-    report = scenarios.with_faults(tmp_path, *rules).run("many_ranges")
+    report = scenarios.with_faults(tmp_path, *rules).run("transfer_many_ranges")
     for call in ("read", "again"):
         assert report[call]["route"] == "p2p"
         assert report[call]["counters"] == {"n_p2p_reads": RANGES_COUNT, "n_total_reads": RANGES_COUNT}
@@ -122,33 +122,33 @@ def test_error_in_a_batch_names_its_range_and_loses_nothing(
         f"cufile.route call=* route={route}",
         f"cufile.batch_io call={PROBE_BATCH_READS + failed_index + 1} status={status}",
     )
-    report = scenarios.with_faults(tmp_path, *rules).run("many_ranges")
+    report = scenarios.with_faults(tmp_path, *rules).run("transfer_many_ranges")
     evidence["answer"] = report
-    read = report["read"]
-    assert (read["error_class"], read["operation"], read["errno"], read["status"]) == (
+    failed_read = report["read"]
+    assert (failed_read["error_class"], failed_read["operation"], failed_read["errno"], failed_read["status"]) == (
         "TransferFailed",
         "batch read",
         error_number,
         status,
     )
-    assert read["route"] == route
-    failed_range = {name: value for name, value in read["arguments"].items() if name.startswith("failed_")}
+    assert failed_read["route"] == route
+    failed_range = {name: value for name, value in failed_read["arguments"].items() if name.startswith("failed_")}
     assert failed_range == {
         "failed_range_index": failed_index,
         "failed_offset_bytes": report["offsets"][failed_index],
         "failed_length_bytes": RANGE_BYTES,
     }
     # All ranges before the failed range arrived, and also the other ranges of its batch.
-    assert read["parts"][:failed_index] == [RANGE_BYTES] * failed_index
-    assert read["parts"][failed_index] == 0
-    assert read["bytes"] == read["counters"][f"batch_{route}_submit_ops"] * RANGE_BYTES
+    assert failed_read["parts"][:failed_index] == [RANGE_BYTES] * failed_index
+    assert failed_read["parts"][failed_index] == 0
+    assert failed_read["bytes"] == failed_read["counters"][f"batch_{route}_submit_ops"] * RANGE_BYTES
     assert report["wrong"] == []
     assert report["again"]["bytes"] == RANGES_COUNT * RANGE_BYTES
 
 
 def test_refused_batch_names_its_range(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     rules = ("cufile.route call=* route=p2p", "cuFileBatchIOSubmit call=2 status=5035")
-    report = scenarios.with_faults(tmp_path, *rules).run("many_ranges")
+    report = scenarios.with_faults(tmp_path, *rules).run("transfer_many_ranges")
     assert (report["read"]["operation"], report["read"]["status"]) == ("cuFileBatchIOSubmit", 5035)
     assert report["read"]["arguments"]["failed_offset_bytes"] == report["offsets"][0]
     assert report["read"]["bytes"] == 0
@@ -160,13 +160,13 @@ def test_error_of_one_transfer_is_not_that_of_others(scenarios: ScenarioRunner, 
     """Transfers that were started one by one run as one batch, and one of them fails."""
     rules = (
         f"cufile.route call=* route={route}",
-        f"cuFileRead call={PROBE_CALLS + 1} delay_us=2000000",
+        f"cuFileRead call={PROBE_READS + 1} delay_us=2000000",
         f"cufile.batch_io call={PROBE_BATCH_READS + 6} status=5",
     )
-    report = scenarios.with_faults(tmp_path, *rules).run("many_transfers")
+    report = scenarios.with_faults(tmp_path, *rules).run("start_many_reads")
     assert report["delayed"]["bytes"] == RANGE_BYTES
-    failed = [index for index, outcome in enumerate(report["outcomes"]) if "error_class" in outcome]
-    assert failed == [5]
+    failed_indexes = [index for index, outcome in enumerate(report["outcomes"]) if "error_class" in outcome]
+    assert failed_indexes == [5]
     assert report["outcomes"][5]["arguments"]["failed_offset_bytes"] == report["offsets"][5]
     assert all(outcome["route"] == route for outcome in report["outcomes"])
     assert report["outcomes"][0]["counters"][f"batch_{route}_submit_ops"] == len(report["outcomes"]) - 1
@@ -175,13 +175,13 @@ def test_error_of_one_transfer_is_not_that_of_others(scenarios: ScenarioRunner, 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_error_in_a_large_read_names_its_part(scenarios: ScenarioRunner, tmp_path: Path, route: str) -> None:
-    rules = (f"cufile.route call=* route={route}", f"cuFileRead call={PROBE_CALLS + 4} status=5")
-    report = scenarios.with_faults(tmp_path, *rules).run("large")
-    read = report["read"]
-    assert (read["errno"], read["operation"], read["route"]) == (errno.EIO, "cuFileRead", route)
-    assert read["arguments"]["failed_length_bytes"] == MIB
-    # The parts before the failed one arrived. Later parts may have arrived, too, but they are not counted.
-    assert read["parts"] == [read["arguments"]["failed_offset_bytes"]]
+    rules = (f"cufile.route call=* route={route}", f"cuFileRead call={PROBE_READS + 4} status=5")
+    report = scenarios.with_faults(tmp_path, *rules).run("transfer_whole_file")
+    failed_read = report["read"]
+    assert (failed_read["errno"], failed_read["operation"], failed_read["route"]) == (errno.EIO, "cuFileRead", route)
+    assert failed_read["arguments"]["failed_length_bytes"] == MIB
+    # The parts before the failed part arrived. Later parts may have arrived, too, but they are not counted.
+    assert failed_read["parts"] == [failed_read["arguments"]["failed_offset_bytes"]]
     assert report["again"]["bytes"] == FILE_BYTES
 
 
@@ -190,9 +190,9 @@ def test_cancelled_transfer_ends_early(
     scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, *, is_small: bool
 ) -> None:
     # A delayed transfer of a batch has not started, so the cancellation need not wait for it.
-    delayed = "cufile.batch_io call=6 delay_us=10000000" if is_small else "cuFileRead call=3-9 delay_us=1000000"
-    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", delayed).run(
-        "cancelled", is_small=is_small
+    delay_rule = "cufile.batch_io call=6 delay_us=10000000" if is_small else "cuFileRead call=3-9 delay_us=1000000"
+    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", delay_rule).run(
+        "cancel_transfer", is_small=is_small
     )
     evidence["answer"] = report
     if report["cancel"]:
@@ -206,7 +206,7 @@ def test_cancelled_transfer_ends_early(
 
 def test_memory_of_a_running_transfer_cannot_be_freed(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     rules = ("cufile.route call=* route=p2p", "cuFileRead call=2-9 delay_us=2000000")
-    report = scenarios.with_faults(tmp_path, *rules).run("freed_early")
+    report = scenarios.with_faults(tmp_path, *rules).run("free_memory_early")
     assert report["early"] == {"error_class": "UsageError", "reason": "busy"}
     assert report["result"]["bytes"] == FILE_BYTES
     assert report["is_expected"]
@@ -217,7 +217,7 @@ def test_memory_of_a_running_transfer_cannot_be_freed(scenarios: ScenarioRunner,
 def test_refused_registration_fails_no_transfer(scenarios: ScenarioRunner, tmp_path: Path, calls: str) -> None:
     """CU_FILE_INVALID_MAPPING_SIZE (5016) is the error when too much memory is pinned."""
     rules = ("cufile.route call=* route=nvfs", f"cuFileBufRegister call={calls} status=5016")
-    report = scenarios.with_faults(tmp_path, *rules).run("large")
+    report = scenarios.with_faults(tmp_path, *rules).run("transfer_whole_file")
     assert report["is_expected"]
     assert report["foreign_is_expected"]
     assert report["is_written"]
@@ -226,13 +226,13 @@ def test_refused_registration_fails_no_transfer(scenarios: ScenarioRunner, tmp_p
 
 def test_file_that_was_dropped_does_not_block_others(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     """In an older version, the next file had the number of a descriptor that was still registered with cuFile."""
-    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("dropped")
+    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("drop_open_files")
     assert [outcome["bytes"] for outcome in report["outcomes"]] == 5 * [RANGE_BYTES]
 
 
 def test_read_needs_no_new_thread(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     """In an older version, the read failed, and calls that had started wrote to its memory afterwards."""
-    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("no_thread")
+    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("read_without_new_threads")
     assert report["read"]["bytes"] == FILE_BYTES
     assert report["is_expected"]
 
@@ -240,5 +240,5 @@ def test_read_needs_no_new_thread(scenarios: ScenarioRunner, tmp_path: Path) -> 
 def test_error_in_a_part_ends_all_calls_first(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     """In an older version, a call of cuFile wrote to the memory after the transfer was over."""
     rules = ("cufile.route call=* route=p2p", "cuFileRead call=3-12 delay_us=500000")
-    report = scenarios.with_faults(tmp_path, *rules).run("unexpected_error")
+    report = scenarios.with_faults(tmp_path, *rules).run("raise_in_worker")
     assert report == {"error": "MemoryError", "is_clear": True, "in_progress": 0}

@@ -14,7 +14,7 @@ from support.cufile_scenarios import ScenarioRunner
 
 from gdrkit import pattern
 from gdrkit.errors import Api
-from gdrkit.harness.case import CASE
+from gdrkit.harness.case import CASE_KEY
 from gdrkit.harness.needs import cuda, cufile, needs, software
 from gdrkit.harness.needs.cufile import DISK
 from gdrkit.units import MIB
@@ -39,7 +39,7 @@ def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterat
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
-        yield replace(ScenarioRunner(path, seed, request.node.stash[CASE], facts), program=direct_scenario.__file__)
+        yield replace(ScenarioRunner(path, seed, request.node.stash[CASE_KEY], facts), program=direct_scenario.__file__)
 
 
 def has_expected_bytes(report: dict[str, Any]) -> bool:

@@ -44,8 +44,8 @@ def test_durable_write_syncs_the_file_after_its_bytes(tmp_path: Path, durable: b
 
 
 def test_failed_fdatasync_fails_the_write(tmp_path: Path) -> None:
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(ApiError) as error_info:
         run_observed(
             lambda: write_with_new_engine(tmp_path / "file", durable=True), "fdatasync", reply=lambda _: -errno.EIO
         )
-    assert (error.value.operation, error.value.errno) == ("fdatasync", errno.EIO)
+    assert (error_info.value.operation, error_info.value.errno) == ("fdatasync", errno.EIO)

@@ -52,12 +52,12 @@ def test_fallback_warns_once_and_reads_by_o_direct(path: Path, seed: int, device
         with gds.File(path) as file:
             drop_from_cache(path)
             share_in_cache = file.cached_share()
-            with pytest.warns(gds.FallbackWarning) as caught:
+            with pytest.warns(gds.FallbackWarning) as caught_warnings:
                 result = file.read_into(memory)
-            assert len(caught) == 1
+            assert len(caught_warnings) == 1
             assert result.route is gds.Route.ENGINE
             assert result.why_not_direct
-            assert result.why_not_direct in str(caught[0].message)
+            assert result.why_not_direct in str(caught_warnings[0].message)
             # A file system in memory stays cached. If a part is cached, the number of direct bytes is not predictable.
             direct_bytes_min, direct_bytes_max = {0.0: (8 * MIB, 8 * MIB), 1.0: (0, 0)}.get(
                 share_in_cache, (0, 8 * MIB)
@@ -67,8 +67,8 @@ def test_fallback_warns_once_and_reads_by_o_direct(path: Path, seed: int, device
         with gds.File(path) as file, warnings.catch_warnings():
             warnings.simplefilter("error")
             # There is one warning per cause. Every result has the cause.
-            for length in (4 * KIB, 8 * MIB):
-                assert file.read_into(memory, length_bytes=length).why_not_direct == result.why_not_direct
+            for length_bytes in (4 * KIB, 8 * MIB):
+                assert file.read_into(memory, length_bytes=length_bytes).why_not_direct == result.why_not_direct
 
 
 def test_fallback_warning_names_the_line_of_the_caller(path: Path, device: Device) -> None:
@@ -83,20 +83,20 @@ def test_fallback_warning_names_the_line_of_the_caller(path: Path, device: Devic
     with device.allocate(4 * KIB) as memory:
         for call in calls:
             direct.forget_warnings()
-            with gds.File(path, "r+") as file, pytest.warns(gds.FallbackWarning) as caught:
+            with gds.File(path, "r+") as file, pytest.warns(gds.FallbackWarning) as caught_warnings:
                 call(file, memory)
-            places = [(warning.filename, warning.lineno) for warning in caught]
-            assert places == [(__file__, call.__code__.co_firstlineno)]
+            warning_lines = [(warning.filename, warning.lineno) for warning in caught_warnings]
+            assert warning_lines == [(__file__, call.__code__.co_firstlineno)]
 
 
 def test_required_direct_path_error_has_the_cause(path: Path, device: Device) -> None:
     with device.allocate(8 * MIB) as memory, gds.File(path, "r+", direct="required") as file:
         memory.fill(0xA5)
         for call in (file.read_into, file.write_from, file.start_read_into):
-            with pytest.raises(Unsupported) as raised:
+            with pytest.raises(Unsupported) as error_info:
                 call(memory, length_bytes=4 * KIB)
-            assert raised.value.reason is Reason.NOT_DIRECT
-            assert raised.value.detail
+            assert error_info.value.reason is Reason.NOT_DIRECT
+            assert error_info.value.detail
         with pytest.raises(Unsupported):
             file.read_into(bytearray(10))
         assert set(memory.read()) == {0xA5}

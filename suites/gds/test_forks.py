@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # A program that forks while a read is blocked (gds.faulty_file). The child runs the code of the case, and must end.
-PROGRAM = """
+BLOCKED_READ_PROGRAM = """
 import asyncio, os, sys, threading, time
 from pathlib import Path
 from gds.faulty_file import FaultyFile
@@ -25,7 +25,7 @@ mount, other_path = Path(sys.argv[1]) / "mount", Path(sys.argv[1]) / "other"
 mount.mkdir()
 other_path.write_bytes(b"data")
 length = 4096
-def in_child():
+def run_in_child():
     child = os.fork()
     if child == 0:
         try:
@@ -35,12 +35,12 @@ def in_child():
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    limit = time.monotonic() + 20
+    deadline_s = time.monotonic() + 20
     while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
+        ended_pid, status = os.waitpid(child, os.WNOHANG)
+        if ended_pid:
             break
-        if time.monotonic() > limit:
+        if time.monotonic() > deadline_s:
             os.kill(child, 9)
             os.waitpid(child, 0)
             sys.exit("the child does not end")
@@ -51,31 +51,31 @@ with FaultyFile(mount, length_bytes=length, seed=1) as faulty_file:
     file, memory = gds.File(faulty_file.path, direct="never"), bytearray(length)
     transfer = file.start_read_into(memory)
     faulty_file.expect_line("waiting")
-    waiting = threading.Thread(target=transfer.result)
-    waiting.start()
+    waiting_thread = threading.Thread(target=transfer.result)
+    waiting_thread.start()
     CASE
     faulty_file.send("open")
-    waiting.join()
+    waiting_thread.join()
     assert transfer.result().bytes == length
     file.close()
 print("done")
 """
 CASES = {
     "close": """
-    for _ in in_child():
+    for _ in run_in_child():
         descriptors_count = len(os.listdir("/proc/self/fd"))
         file.close()
         assert len(os.listdir("/proc/self/fd")) < descriptors_count
     """,
     "read": """
-    for _ in in_child():
+    for _ in run_in_child():
         with gds.File(other_path, direct="never") as other:
             assert other.start_read_into(bytearray(4)).result().bytes == 4
         gds.close_engines()
     """,
     "engine_of_the_parent": """
     engine = gds.Engine()
-    for _ in in_child():
+    for _ in run_in_child():
         with gds.File(other_path, direct="never") as other, other.in_use() as native_file:
             buffer = gds.describe_buffer(bytearray(4), writable=True)
             extents = [0, 0, buffer.address, 4]
@@ -85,7 +85,7 @@ CASES = {
     engine.close()
     """,
     "result": """
-    for _ in in_child():
+    for _ in run_in_child():
         try:
             transfer.result()
         except UsageError as error:
@@ -117,18 +117,18 @@ HANDLER_PROGRAM = """
 import os, signal, sys, threading, time
 from gdrkit import gds
 file = gds.File(sys.argv[1], direct="never")
-begun, end, children, parent = threading.Event(), threading.Event(), [], os.getpid()
+begun_event, end_event, children, parent = threading.Event(), threading.Event(), [], os.getpid()
 def use():
     with file.in_use():
-        begun.set()
-        end.wait()
+        begun_event.set()
+        end_event.wait()
 thread = threading.Thread(target=use)
 thread.start()
-begun.wait()
+begun_event.wait()
 def handle(*_):
     children.append(os.fork())
     if os.getpid() == parent:
-        end.set()
+        end_event.set()
 signal.signal(signal.SIGALRM, handle)
 signal.setitimer(signal.ITIMER_REAL, 0.1)
 file.close()
@@ -136,16 +136,16 @@ assert file.closed
 if os.getpid() != parent:
     os._exit(0)
 thread.join()
-limit = time.monotonic() + 20
+deadline_s = time.monotonic() + 20
 while True:
-    ended, status = os.waitpid(children[0], os.WNOHANG)
-    if ended:
+    ended_pid, status = os.waitpid(children[0], os.WNOHANG)
+    if ended_pid:
         sys.exit(os.waitstatus_to_exitcode(status))
-    if time.monotonic() > limit:
+    if time.monotonic() > deadline_s:
         os.kill(children[0], 9)
         sys.exit("the child does not end")
 """
-# A program whose child drops the waits of an event loop of its parent while a job of the parent has ended.
+# A program whose child drops the completion queue of its parent while the queue has the end of a job.
 EVENT_PROGRAM = """
 import os
 from gdrkit.gds._native import native
@@ -181,7 +181,7 @@ def run_program(program: str, *arguments: object) -> None:
 @needs(host.fuse)
 @pytest.mark.parametrize("case", CASES)
 def test_child_of_a_process_with_a_running_transfer(tmp_path: Path, case: str) -> None:
-    run_program(PROGRAM.replace("    CASE\n", CASES[case].strip(" ")), tmp_path)
+    run_program(BLOCKED_READ_PROGRAM.replace("    CASE\n", CASES[case].strip(" ")), tmp_path)
 
 
 def test_child_leaves_the_event_of_its_parent() -> None:

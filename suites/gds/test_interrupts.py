@@ -35,23 +35,23 @@ class SlowEnd:
         end_s = time.monotonic() + 0.3
         while time.monotonic() < end_s:
             pass
-slow_end = SlowEnd()  # The interpreter drops it after it has begun to end the other threads.
-file, started = gds.File(sys.argv[1], direct="never"), threading.Barrier(9)
+slow_end = SlowEnd()  # The interpreter drops this object after it has begun to end the other threads.
+file, start_barrier = gds.File(sys.argv[1], direct="never"), threading.Barrier(9)
 def read():
     buffer = bytearray(4096)
-    started.wait()
+    start_barrier.wait()
     while True:
         file.read_into(buffer)
 for _ in range(8):
     threading.Thread(target=read, daemon=True).start()
-started.wait()
+start_barrier.wait()
 threading.Event().wait(0.05)
 """
 # The beginning of programs with an object that the interpreter drops after it has begun to end the daemon threads.
 LATE_PROGRAM = """
 import os, sys, threading, time, types
 from gdrkit import gds
-path, started = sys.argv[1], threading.Barrier(5)
+path, start_barrier = sys.argv[1], threading.Barrier(5)
 def spin(seconds, now=time.monotonic):
     end_s = now() + seconds
     while now() < end_s:
@@ -60,7 +60,7 @@ holder = sys.modules["holder"] = types.ModuleType("holder")
 def start_daemons(target):
     for _ in range(4):
         threading.Thread(target=target, daemon=True).start()
-    started.wait()
+    start_barrier.wait()
     threading.Event().wait(0.05)
 """
 # An object closes a file that daemon threads read.
@@ -74,7 +74,7 @@ closer = Closer()
 closer.file = file = gds.File(path, direct="never", access="buffered")
 def read(file=file):
     buffer = bytearray(256 << 10)
-    started.wait()
+    start_barrier.wait()
     while True:
         file.read_into(buffer)
 start_daemons(read)
@@ -94,9 +94,9 @@ def use_or_close(file=file):
     step = next(steps)
     if step == 0:
         with file.in_use():
-            started.wait()
+            start_barrier.wait()
             threading.Event().wait()
-    started.wait()
+    start_barrier.wait()
     if step == 1:
         file.close()
 start_daemons(use_or_close)
@@ -105,18 +105,18 @@ del closer, file, use_or_close
 """
 # Daemon threads close files, with many transfers in progress, so that the interpreter ends threads inside close().
 DAEMON_CLOSE_PROGRAM = f"""{LATE_PROGRAM}
-class Late:
+class SlowObject:
     def __del__(self, spin=spin):
         spin(0.5)
 first_file = gds.File(path, direct="never")
 transfers = [first_file.start_read_into(bytearray(64)) for _ in range(2000)]
 sys.setswitchinterval(1e-5)
 def close():
-    started.wait()
+    start_barrier.wait()
     while True:
         gds.File(path, direct="never").close()
 start_daemons(close)
-holder.late = Late()
+holder.slow_object = SlowObject()
 """
 # A program that drops a future. nanobind writes to standard error if objects exist at the end of the interpreter.
 DROPPED_FUTURE_PROGRAM = """
@@ -125,8 +125,8 @@ from gdrkit import gds
 file = gds.File(sys.argv[1], direct="never")
 file.start_read_into(bytearray(1 << 20), length_bytes=4096)
 """
-# A program that starts an empty read and asks for the progress of a job, while a worker has the locks of the job and of
-# the file and waits for open(2).
+# A worker waits for open(2), and holds the locks of a job and of its file. Meanwhile the program starts an empty read,
+# and queries the progress of the job.
 PROGRESS_PROGRAM = """
 import sys, threading, time
 from pathlib import Path
@@ -140,17 +140,17 @@ with FaultyFile(mount, length_bytes=length, seed=1) as faulty_file:
         faulty_file.send("gate-opens")
         transfer = file.start_read_into(bytearray(length))
         faulty_file.expect_line("waiting")
-        begun = threading.Event()
+        begun_event = threading.Event()
         def query():
-            begun.set()
+            begun_event.set()
             file.start_read_into(bytearray(1), length_bytes=0)
             transfer.bytes_moved
         thread = threading.Thread(target=query)
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         thread.start()
-        begun.wait()
+        begun_event.wait()
         thread.join(0.2)
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - started_s < 30
         faulty_file.send("open")
         thread.join()
         assert transfer.result().bytes == length
@@ -158,7 +158,7 @@ print("done")
 """
 
 
-def sweep(scenario: str, *arguments: object, **environ: str) -> None:
+def sweep_interrupts(scenario: str, *arguments: object, **environ: str) -> None:
     """Interrupt a call at every point, and check the state after each interrupt; see gds.interrupt_sweep."""
     run_sweep("gds.interrupt_sweep", scenario, *arguments, points_min=11, **environ)
 
@@ -166,14 +166,14 @@ def sweep(scenario: str, *arguments: object, **environ: str) -> None:
 @pytest.mark.parametrize("scenario", sorted(set(SCENARIOS) - {*BLOCKED_SCENARIOS, *DIRECT_SCENARIOS}))
 def test_interrupted_call_leaves_things_in_order(tmp_path: Path, scenario: str) -> None:
     (tmp_path / "data").write_bytes(bytes(range(256)) * (LENGTH_BYTES // 256))
-    sweep(scenario, tmp_path / "data")
+    sweep_interrupts(scenario, tmp_path / "data")
 
 
 @needs(host.fuse)
 @pytest.mark.parametrize("scenario", BLOCKED_SCENARIOS)
 def test_interrupted_start_leaves_memory_to_its_job(tmp_path: Path, scenario: str) -> None:
     (tmp_path / "mount").mkdir()
-    sweep(scenario, "-", tmp_path / "mount")
+    sweep_interrupts(scenario, "-", tmp_path / "mount")
 
 
 @needs(host.fuse)
@@ -186,33 +186,34 @@ def test_ctrl_c_ends_the_wait_for_a_transfer(tmp_path: Path, seed: int, call: st
             transfer = file.start_read_into(bytearray(4 * KIB))
             faulty_file.expect_line("waiting")
             main_thread = threading.get_ident()
-            is_over = threading.Event()
+            over_event = threading.Event()
 
-            def handle(number: int, frame: FrameType | None) -> None:
-                # A second signal may arrive before the block of the first one has ended. It must interrupt nothing.
-                if not is_over.is_set():
-                    is_over.set()
-                    signal.default_int_handler(number, frame)
+            def handle(signal_number: int, frame: FrameType | None) -> None:
+                # A second signal may arrive before the case has handled the first signal. The second signal must
+                # interrupt nothing.
+                if not over_event.is_set():
+                    over_event.set()
+                    signal.default_int_handler(signal_number, frame)
 
             def interrupt() -> None:
-                while not is_over.wait(0.1):
+                while not over_event.wait(0.1):
                     signal.pthread_kill(main_thread, signal.SIGINT)
 
             # If the signal does not interrupt the call, the gate opens after 10 s, and the case fails.
-            gate = threading.Timer(10.0, faulty_file.send, ["open"])
+            gate_timer = threading.Timer(10.0, faulty_file.send, ["open"])
             thread = threading.Thread(target=interrupt)
             previous_handler = signal.signal(signal.SIGINT, handle)
-            gate.start()
+            gate_timer.start()
             thread.start()
             try:
                 with pytest.raises(KeyboardInterrupt):
                     file.close() if call == "close" else transfer.result()
             finally:
-                is_over.set()
+                over_event.set()
                 thread.join()
                 signal.signal(signal.SIGINT, previous_handler)
-            assert gate.is_alive()
-            gate.cancel()
+            assert gate_timer.is_alive()
+            gate_timer.cancel()
             assert not transfer.done()
             assert not file.closed
             faulty_file.send("open")
@@ -221,7 +222,7 @@ def test_ctrl_c_ends_the_wait_for_a_transfer(tmp_path: Path, seed: int, call: st
 
 
 def test_daemon_threads_do_not_abort_the_exit(tmp_path: Path) -> None:
-    """In an older version, the process aborted when the interpreter ended a thread that came back from native code."""
+    """In an older version, the process aborted when the interpreter ended a thread that returned from native code."""
     (tmp_path / "data").write_bytes(bytes(4 * KIB))
     for _ in range(3):
         completed = run_python("-c", DAEMON_PROGRAM, tmp_path / "data")
@@ -229,7 +230,7 @@ def test_daemon_threads_do_not_abort_the_exit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "output"),
+    ("program", "expected_output"),
     [
         (LATE_CLOSE_PROGRAM, "closed"),
         (TWO_CLOSES_PROGRAM, "closed"),
@@ -238,17 +239,17 @@ def test_daemon_threads_do_not_abort_the_exit(tmp_path: Path) -> None:
     ],
     ids=["late_close", "two_closes", "daemons_close", "dropped_future"],
 )
-def test_program_ends_in_order(tmp_path: Path, program: str, output: str) -> None:
+def test_program_ends_in_order(tmp_path: Path, program: str, expected_output: str) -> None:
     """In older versions, such a program hung, died of SIGSEGV or reported leaked instances."""
     (tmp_path / "data").write_bytes(bytes(256 * KIB))
     completed = run_python("-W", "ignore", "-c", program, tmp_path / "data")
-    assert (completed.returncode, completed.stdout) == (0, output), completed.stderr
+    assert (completed.returncode, completed.stdout) == (0, expected_output), completed.stderr
     assert "nanobind" not in completed.stderr
 
 
 @needs(host.fuse)
 def test_progress_does_not_stop_the_interpreter(tmp_path: Path) -> None:
-    """In an older version, a call waited with the GIL for a worker that waited for a server of the same process."""
+    """In an older version, a call held the GIL and waited for a worker, which waited for a server in this process."""
     completed = run_python("-c", PROGRESS_PROGRAM, tmp_path)
     assert (completed.returncode, completed.stdout) == (0, "done\n"), completed.stderr
 
@@ -259,7 +260,7 @@ def test_interrupted_direct_call_leaves_things_in_order(tmp_path: Path, scenario
     (tmp_path / "plan").write_text("gdrkit-faults 1\ncufile.route call=* route=p2p\n")
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder, udev.provide_entry(Path(folder)):
         (Path(folder) / "data").write_bytes(bytes(LENGTH_BYTES))
-        sweep(
+        sweep_interrupts(
             scenario,
             Path(folder) / "data",
             GDRKIT_TWINS_FAULTS=str(tmp_path / "plan"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def test_file_is_read_into_every_device_with_its_route(
     devices: tuple[Device, ...], evidence: Evidence, seed: int
 ) -> None:
-    """Read all bytes, and record the route and why it is not direct, for the table of routes in the report."""
+    """Read all bytes. For the table of routes in the report, record the route, and why the route is not direct."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
         path = Path(folder).resolve() / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))

@@ -36,36 +36,42 @@ SIZES = [
 
 
 @EVERY_MEMORY_KIND
-@pytest.mark.parametrize(("length", "file_offset", "buffer_offset"), SIZES)
+@pytest.mark.parametrize(("length_bytes", "file_offset_bytes", "buffer_offset_bytes"), SIZES)
 @pytest.mark.parametrize("cache_state", ["cached", "cold"])
 def test_read_returns_the_bytes_of_the_file(
     tmp_path: Path,
     seed: int,
     memory_kind: str,
     owner_device: Device | None,
-    length: int,
-    file_offset: int,
-    buffer_offset: int,
+    length_bytes: int,
+    file_offset_bytes: int,
+    buffer_offset_bytes: int,
     cache_state: str,
 ) -> None:
-    data = pattern.payload(file_offset + length + 100, seed=seed)
+    data = pattern.payload(file_offset_bytes + length_bytes + 100, seed=seed)
     (tmp_path / "file").write_bytes(data)
     with (
-        allocate_memory(memory_kind, length + buffer_offset + 64, owner_device) as memory,
+        allocate_memory(memory_kind, length_bytes + buffer_offset_bytes + 64, owner_device) as memory,
         gds.File(tmp_path / "file", direct="never") as file,
     ):
         for access in ACCESS_MODES:
             if cache_state == "cold":
                 drop_from_cache(tmp_path / "file")
-            memory.write(b"\xa5" * (length + buffer_offset + 64))
+            memory.write(b"\xa5" * (length_bytes + buffer_offset_bytes + 64))
             file.access = access
             result = file.read_into(
-                memory.buffer, file_offset_bytes=file_offset, length_bytes=length, buffer_offset_bytes=buffer_offset
+                memory.buffer,
+                file_offset_bytes=file_offset_bytes,
+                length_bytes=length_bytes,
+                buffer_offset_bytes=buffer_offset_bytes,
             )
-            assert (result.bytes, result.range_bytes, result.route) == (length, (length,), gds.Route.ENGINE)
+            assert (result.bytes, result.range_bytes, result.route) == (length_bytes, (length_bytes,), gds.Route.ENGINE)
             contents = memory.read_all()
-            assert contents[buffer_offset : buffer_offset + length] == data[file_offset : file_offset + length]
-            assert set(contents[:buffer_offset] + contents[buffer_offset + length :]) == {0xA5}
+            assert (
+                contents[buffer_offset_bytes : buffer_offset_bytes + length_bytes]
+                == data[file_offset_bytes : file_offset_bytes + length_bytes]
+            )
+            assert set(contents[:buffer_offset_bytes] + contents[buffer_offset_bytes + length_bytes :]) == {0xA5}
 
 
 def test_short_transfer_needs_no_thread_of_the_engine(tmp_path: Path) -> None:
@@ -80,34 +86,37 @@ def test_short_transfer_needs_no_thread_of_the_engine(tmp_path: Path) -> None:
 
 
 @EVERY_MEMORY_KIND
-@pytest.mark.parametrize(("length", "file_offset", "buffer_offset"), SIZES)
+@pytest.mark.parametrize(("length_bytes", "file_offset_bytes", "buffer_offset_bytes"), SIZES)
 def test_write_stores_the_bytes_of_the_memory(
     tmp_path: Path,
     seed: int,
     memory_kind: str,
     owner_device: Device | None,
-    length: int,
-    file_offset: int,
-    buffer_offset: int,
+    length_bytes: int,
+    file_offset_bytes: int,
+    buffer_offset_bytes: int,
 ) -> None:
     path = tmp_path / "file"
-    expected = bytearray(pattern.payload(file_offset + 100, seed=seed + 1))
-    path.write_bytes(expected)
-    expected.extend(bytes(max(file_offset + length - len(expected), 0)))
+    expected_bytes = bytearray(pattern.payload(file_offset_bytes + 100, seed=seed + 1))
+    path.write_bytes(expected_bytes)
+    expected_bytes.extend(bytes(max(file_offset_bytes + length_bytes - len(expected_bytes), 0)))
     with (
-        allocate_memory(memory_kind, length + buffer_offset, owner_device) as memory,
+        allocate_memory(memory_kind, length_bytes + buffer_offset_bytes, owner_device) as memory,
         gds.File(path, "r+", direct="never") as file,
     ):
         for access in ACCESS_MODES:
-            data = pattern.payload(length + buffer_offset, seed=seed)
+            data = pattern.payload(length_bytes + buffer_offset_bytes, seed=seed)
             memory.write(data)
             file.access = access
             result = file.write_from(
-                memory.buffer, file_offset_bytes=file_offset, length_bytes=length, buffer_offset_bytes=buffer_offset
+                memory.buffer,
+                file_offset_bytes=file_offset_bytes,
+                length_bytes=length_bytes,
+                buffer_offset_bytes=buffer_offset_bytes,
             )
-            assert (result.bytes, result.range_bytes) == (length, (length,))
-            expected[file_offset : file_offset + length] = data[buffer_offset:]
-            assert path.read_bytes() == expected
+            assert (result.bytes, result.range_bytes) == (length_bytes, (length_bytes,))
+            expected_bytes[file_offset_bytes : file_offset_bytes + length_bytes] = data[buffer_offset_bytes:]
+            assert path.read_bytes() == expected_bytes
             seed += 1
         file.sync()
 
@@ -135,8 +144,9 @@ def test_partly_cached_file_is_read_by_both_paths(
 def test_readahead_keeps_no_cold_file_in_the_cache_path(
     tmp_path: Path, seed: int, memory_kind: str, owner_device: Device | None
 ) -> None:
-    """An older version read a cold file of 16 GB through the cache: after a read of 30 KB at its begin, the kernel's
-    readahead was always ahead of the engine, so that each next range looked cached.
+    """An older version read a cold file of 16 GB through the cache after a program had read its first 30 KB.
+
+    The readahead of the kernel was always ahead of the engine, so that each next range looked cached.
     """
     path, data = tmp_path / "file", pattern.payload(96 * MIB, seed=seed)
     path.write_bytes(data)
@@ -150,29 +160,31 @@ def test_readahead_keeps_no_cold_file_in_the_cache_path(
 
 @needs(host.file_system("ext4"))
 @EVERY_MEMORY_KIND
-@pytest.mark.parametrize("length", [1, 4 * KIB, 256 * KIB])
+@pytest.mark.parametrize("length_bytes", [1, 4 * KIB, 256 * KIB])
 def test_short_read_with_direct_access_bypasses_the_cache(
-    tmp_path: Path, seed: int, memory_kind: str, owner_device: Device | None, length: int
+    tmp_path: Path, seed: int, memory_kind: str, owner_device: Device | None, length_bytes: int
 ) -> None:
-    """An older version used the page cache for short reads, also of a file with access="direct"."""
+    """An older version used the page cache for short reads, even for a file with access="direct"."""
     data = pattern.payload(MIB, seed=seed)
-    ranges = [(offset, length) for offset in range(0, MIB - length, 7919)]
-    total_bytes = len(ranges) * length
+    ranges = [(offset_bytes, length_bytes) for offset_bytes in range(0, MIB - length_bytes, 7919)]
+    total_bytes = len(ranges) * length_bytes
     with mount_new_file_system("ext4", tmp_path / "disk") as disk:
         (disk / "file").write_bytes(data)
         with (
             gds.File(disk / "file", access="direct", direct="never") as file,
-            allocate_memory(memory_kind, max(length, total_bytes), owner_device) as memory,
+            allocate_memory(memory_kind, max(length_bytes, total_bytes), owner_device) as memory,
         ):
             assert file.cached_share() == 1.0
-            result = file.read_into(memory.buffer, file_offset_bytes=3, length_bytes=length)
-            assert (result.bytes, result.direct_io_bytes) == (length, length)
-            assert memory.read_all()[:length] == data[3 : 3 + length]
+            result = file.read_into(memory.buffer, file_offset_bytes=3, length_bytes=length_bytes)
+            assert (result.bytes, result.direct_io_bytes) == (length_bytes, length_bytes)
+            assert memory.read_all()[:length_bytes] == data[3 : 3 + length_bytes]
             result = file.readv(memory.buffer, ranges)
             assert (result.bytes, result.direct_io_bytes) == (total_bytes, total_bytes)
-            assert memory.read_all()[:total_bytes] == b"".join(data[offset : offset + length] for offset, _ in ranges)
+            assert memory.read_all()[:total_bytes] == b"".join(
+                data[offset_bytes : offset_bytes + length_bytes] for offset_bytes, _ in ranges
+            )
             file.access = "automatic"
-            assert file.read_into(memory.buffer, length_bytes=length).direct_io_bytes == 0
+            assert file.read_into(memory.buffer, length_bytes=length_bytes).direct_io_bytes == 0
 
 
 @EVERY_MEMORY_KIND
@@ -181,25 +193,28 @@ def test_many_ranges_are_one_transfer(tmp_path: Path, seed: int, memory_kind: st
     data = pattern.payload(6 * MIB, seed=seed)
     (tmp_path / "file").write_bytes(data)
     ranges: list[tuple[int, int]] = []
-    while sum(length for _, length in ranges) < 4 * MIB:
-        length = generator.choice([0, 1, 4096, generator.randrange(700 * KIB)])
-        ranges.append((generator.randrange(len(data) - length), length))
-    expected = b"".join(data[offset : offset + length] for offset, length in ranges)
-    with allocate_memory(memory_kind, len(expected), owner_device) as memory:
+    while sum(length_bytes for _, length_bytes in ranges) < 4 * MIB:
+        length_bytes = generator.choice([0, 1, 4096, generator.randrange(700 * KIB)])
+        ranges.append((generator.randrange(len(data) - length_bytes), length_bytes))
+    expected_bytes = b"".join(data[offset_bytes : offset_bytes + length_bytes] for offset_bytes, length_bytes in ranges)
+    with allocate_memory(memory_kind, len(expected_bytes), owner_device) as memory:
         with gds.File(tmp_path / "file", direct="never") as file:
             result = file.readv(memory.buffer, ranges)
-        assert result.range_bytes == tuple(length for _, length in ranges)
-        assert memory.read_all() == expected
+        assert result.range_bytes == tuple(length_bytes for _, length_bytes in ranges)
+        assert memory.read_all() == expected_bytes
         # The same ranges of the memory are written into a new file, with gaps between them.
         with gds.File(tmp_path / "copy", "w", direct="never") as file:
-            writes, buffer_offset = [], 0
-            for index, (_, length) in enumerate(ranges):
-                writes.append((buffer_offset + 5 * index, length, buffer_offset))
-                buffer_offset += length
-            assert file.writev(memory.buffer, writes).bytes == len(expected)
-        written = (tmp_path / "copy").read_bytes()
-        for offset, length, buffer_offset in writes:
-            assert written[offset : offset + length] == expected[buffer_offset : buffer_offset + length]
+            writes, buffer_offset_bytes = [], 0
+            for index, (_, length_bytes) in enumerate(ranges):
+                writes.append((buffer_offset_bytes + 5 * index, length_bytes, buffer_offset_bytes))
+                buffer_offset_bytes += length_bytes
+            assert file.writev(memory.buffer, writes).bytes == len(expected_bytes)
+        written_bytes = (tmp_path / "copy").read_bytes()
+        for offset_bytes, length_bytes, buffer_offset_bytes in writes:
+            assert (
+                written_bytes[offset_bytes : offset_bytes + length_bytes]
+                == expected_bytes[buffer_offset_bytes : buffer_offset_bytes + length_bytes]
+            )
 
 
 @EVERY_MEMORY_KIND
@@ -213,8 +228,10 @@ def test_futures_may_be_awaited_in_any_order(
         allocate_memory(memory_kind, len(data), owner_device) as memory,
     ):
         pending_transfers = [
-            file.start_read_into(memory.buffer, file_offset_bytes=offset, length_bytes=MIB, buffer_offset_bytes=offset)
-            for offset in range(0, len(data), MIB)
+            file.start_read_into(
+                memory.buffer, file_offset_bytes=offset_bytes, length_bytes=MIB, buffer_offset_bytes=offset_bytes
+            )
+            for offset_bytes in range(0, len(data), MIB)
         ]
         for transfer in reversed(pending_transfers):
             assert transfer.result().bytes == transfer.length_bytes == MIB
@@ -250,11 +267,11 @@ def test_exception_of_on_progress_cancels_the_transfer(tmp_path: Path, exception
         raise exception_type
 
     with gds.File(tmp_path / "file") as file:
-        pending = file.start_read_into(bytearray(4 * MIB))
+        transfer = file.start_read_into(bytearray(4 * MIB))
         with pytest.raises(exception_type):
-            pending.result(60, on_progress=stop)
+            transfer.result(60, on_progress=stop)
         # The transfer has ended and has released the memory.
-        assert pending.buffer is None
+        assert transfer.buffer is None
 
 
 def test_dropped_future_keeps_memory_and_file_until_it_ends(tmp_path: Path, seed: int) -> None:
@@ -295,8 +312,8 @@ def test_many_whole_files_are_one_transfer(
 ) -> None:
     sizes = [index * 4099 for index in range(60)]
     paths = [tmp_path / f"{index:02}" for index in range(60)]
-    for index, (path, size) in enumerate(zip(paths, sizes, strict=True)):
-        path.write_bytes(pattern.payload(size, seed=seed + index))
+    for index, (path, size_bytes) in enumerate(zip(paths, sizes, strict=True)):
+        path.write_bytes(pattern.payload(size_bytes, seed=seed + index))
     with allocate_memory(memory_kind, sum(sizes), owner_device) as memory:
         result = gds.read_files(paths, memory.buffer, sizes).result()
         assert result.range_bytes == tuple(sizes)

@@ -15,12 +15,12 @@ from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, cufile, host, needs, software
 from gdrkit.harness.needs.cufile import DISK
 
-# A signal handler that acts only if it interrupts a function of this name, because a signal may arrive too early.
+# A signal handler that acts only inside `function` (its name and its module), because a signal may come too early.
 HANDLE_INSIDE = """
 import signal
-def handle_inside(name, act):
+def handle_inside(function, act):
     def handle(_signal, frame):
-        while frame is not None and (frame.f_code.co_name, frame.f_globals["__name__"]) != name:
+        while frame is not None and (frame.f_code.co_name, frame.f_globals["__name__"]) != function:
             frame = frame.f_back
         if frame is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -28,22 +28,22 @@ def handle_inside(name, act):
     signal.signal(signal.SIGALRM, handle)
     signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
 """
-# A program whose signal handler closes the file that the main thread closes. A use by another thread keeps the first
-# close waiting.
+# A program whose signal handler closes the file that the main thread closes. The first close waits, because another
+# thread uses the file.
 NESTED_CLOSE_PROGRAM = f"""{HANDLE_INSIDE}
 import errno, faulthandler, sys, threading
 from gdrkit import gds
 from gdrkit.errors import ApiError, ClosedResource, Reason
 faulthandler.dump_traceback_later(20, exit=True)
 file = gds.File(sys.argv[1], direct="never")
-begun, end, errors = threading.Event(), threading.Event(), []
+begun_event, end_event, errors = threading.Event(), threading.Event(), []
 def use():
     with file.in_use():
-        begun.set()
-        end.wait()
+        begun_event.set()
+        end_event.wait()
 thread = threading.Thread(target=use)
 thread.start()
-begun.wait()
+begun_event.wait()
 def close():
     try:
         with file.in_use():  # The native close has not begun yet.
@@ -55,7 +55,7 @@ def close():
         file.close()
     except ApiError as error:
         errors.append(error)
-    end.set()
+    end_event.set()
 handle_inside(("close", "gdrkit.gds.opening"), close)
 file.close()
 thread.join()
@@ -101,7 +101,7 @@ file.close()
 faulty_file.__exit__()
 print("done")
 """
-# Ctrl-C ends the wait of close_engines(). Later transfers have another engine, and the next call closes both.
+# Ctrl-C ends the wait of close_engines(). Later transfers use another engine, and the next call closes both.
 ENGINES_PROGRAM = f"""{BLOCKED_PROGRAM}
 from gdrkit.handles import live
 transfer = file.start_read_into(memory)
@@ -111,8 +111,8 @@ try:
     gds.close_engines()
 except KeyboardInterrupt:
     assert not transfer.done()
-    with gds.File(sys.executable, direct="never") as other:
-        assert other.start_read_into(bytearray(4096)).result().bytes == 4096
+    with gds.File(sys.executable, direct="never") as other_file:
+        assert other_file.start_read_into(bytearray(4096)).result().bytes == 4096
     assert live()["gds.engine"] == 2
 faulty_file.send("open")
 gds.close_engines()
@@ -148,7 +148,7 @@ handle_inside(inside_close, interrupt)
 """
 
 
-def sweep(call: str, *arguments: object, **environ: str) -> None:
+def sweep_handlers(call: str, *arguments: object, **environ: str) -> None:
     """Run each signal handler at every point of a call."""
     run_sweep("gds.handler_sweep", call, *arguments, points_min=21, **environ)
 
@@ -157,13 +157,13 @@ def sweep(call: str, *arguments: object, **environ: str) -> None:
 def test_handler_at_any_point_of_a_call(tmp_path: Path, call: str) -> None:
     """In an older version, a read or a close in a handler waited for ever for a lock of its own thread."""
     (tmp_path / "data").write_bytes(bytes(LENGTH_BYTES))
-    sweep(call, tmp_path / "data")
+    sweep_handlers(call, tmp_path / "data")
 
 
 @needs(cuda.device())
 def test_handler_while_the_engine_of_a_device_is_created(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(bytes(LENGTH_BYTES))
-    sweep("read_into", tmp_path / "data", "never")
+    sweep_handlers("read_into", tmp_path / "data", "never")
 
 
 @needs(cuda.device(), cufile.driver, software(Api.CUFILE), cufile.udev_present)
@@ -172,7 +172,7 @@ def test_handler_at_any_point_of_a_direct_call(tmp_path: Path, call: str) -> Non
     (tmp_path / "plan").write_text("gdrkit-faults 1\ncufile.route call=* route=p2p\n")
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder, udev.provide_entry(Path(folder)):
         (Path(folder) / "data").write_bytes(bytes(LENGTH_BYTES))
-        sweep(
+        sweep_handlers(
             call,
             Path(folder) / "data",
             "required",

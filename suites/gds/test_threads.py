@@ -38,48 +38,49 @@ from gdrkit import gds
 from gdrkit.gds import cufile_driver, engine
 warnings.simplefilter("ignore")
 lock = {"engine": engine, "cufile": cufile_driver}[sys.argv[1]]._lock
-start, end = {
+open_resource, close_resource = {
     "engine": (lambda: gds.engine_for(0), gds.close_engines),
     "cufile": (cufile_driver.shared_driver, gds.close_driver),
 }[sys.argv[1]]
-thread = threading.Thread(target=start)
+thread = threading.Thread(target=open_resource)
 thread.start()
 while not lock.locked():
     assert thread.is_alive()
 child = os.fork()
 if child == 0:
-    end()
+    close_resource()
     os._exit(7)
-limit = time.monotonic() + 30
+deadline_s = time.monotonic() + 30
 while True:
-    ended, status = os.waitpid(child, os.WNOHANG)
-    if ended:
+    ended_pid, status = os.waitpid(child, os.WNOHANG)
+    if ended_pid:
         break
-    if time.monotonic() > limit:
+    if time.monotonic() > deadline_s:
         os.kill(child, 9)
         os.waitpid(child, 0)
-        sys.exit("the child waits for a lock that no thread of it will release")
+        sys.exit("the child waits for a lock that none of its threads will release")
 thread.join()
-end()
+close_resource()
 sys.exit(0 if os.waitstatus_to_exitcode(status) == 7 else f"the child ended with {status}")
 """
 
 
-# A program whose buffer starts a transfer when it is freed. The limit makes it end if it waits for itself.
+# A program whose buffer starts a transfer when it is freed. The time limit ends the program if the transfer
+# waits for its own thread.
 FINALIZER_PROGRAM = """
 import faulthandler, sys
 from gdrkit import gds
 faulthandler.dump_traceback_later(20, exit=True)
 class Memory(bytearray):
     def __del__(self):
-        started.append(file.start_read_into(second))
-started, second = [], bytearray(4)
+        started_transfers.append(file.start_read_into(second_buffer))
+started_transfers, second_buffer = [], bytearray(4)
 with gds.File(sys.argv[1], direct="never") as file:
     transfers = [file.start_read_into(Memory(4)) for _ in range(3)]
     for transfer in transfers:
         transfer.result()
-    assert len(started) == 3
-print(second)
+    assert len(started_transfers) == 3
+print(second_buffer)
 """
 
 
@@ -92,7 +93,7 @@ def is_refused(file: gds.File) -> bool:
     return False
 
 
-def start_and_interrupt(file: gds.File, buffer: bytearray) -> None:
+def start_interrupted_read(file: gds.File, buffer: bytearray) -> None:
     """Start a read. After the engine has its job, a KeyboardInterrupt ends the call."""
 
     def interrupt(frame: FrameType, event: str, _argument: object) -> None:
@@ -112,7 +113,7 @@ def test_close_waits_for_the_transfers_of_all_threads(tmp_path: Path, seed: int)
     (tmp_path / "mount").mkdir()
     with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty_file:
         faulty_file.send(f"gate 0 {4 * KIB}")
-        with gds.File(faulty_file.path) as file, ThreadPoolExecutor(THREAD_COUNT) as threads:
+        with gds.File(faulty_file.path) as file, ThreadPoolExecutor(THREAD_COUNT) as pool:
 
             def start() -> list[bytearray]:
                 buffers = [bytearray(4 * KIB) for _ in range(STARTS_PER_THREAD)]
@@ -120,7 +121,7 @@ def test_close_waits_for_the_transfers_of_all_threads(tmp_path: Path, seed: int)
                     file.start_read_into(buffer)
                 return buffers
 
-            futures = [threads.submit(start) for _ in range(THREAD_COUNT)]
+            futures = [pool.submit(start) for _ in range(THREAD_COUNT)]
             buffers = [buffer for future in futures for buffer in future.result()]
             faulty_file.expect_line("waiting")
             faulty_file.send("open")
@@ -135,14 +136,14 @@ def test_close_waits_for_a_read_and_refuses_new_ones(tmp_path: Path, seed: int) 
     (tmp_path / "mount").mkdir()
     with (
         FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty_file,
-        ThreadPoolExecutor(2) as threads,
+        ThreadPoolExecutor(2) as pool,
     ):
         faulty_file.send(f"gate 0 {4 * KIB}")
         file, buffer = gds.File(faulty_file.path), bytearray(4 * KIB)
         # The thread itself executes this short read, so the file does not record it as a transfer.
-        read_future = threads.submit(file.read_into, buffer)
+        read_future = pool.submit(file.read_into, buffer)
         faulty_file.expect_line("waiting")
-        close_future = threads.submit(file.close)
+        close_future = pool.submit(file.close)
         wait_until(lambda: is_refused(file), "close to begin")
         assert not close_future.done()
         faulty_file.send("open")
@@ -200,8 +201,8 @@ def test_dropped_futures_are_settled_by_later_transfers(tmp_path: Path) -> None:
     path.write_bytes(bytes(64 * KIB))
     with gds.File(path) as file:
         buffers = [bytearray(64 * KIB) for _ in range(20)]
-        pending = [file.start_read_into(buffer) for buffer in buffers]
-        while not all(transfer.done() for transfer in pending):
+        transfers = [file.start_read_into(buffer) for buffer in buffers]
+        while not all(transfer.done() for transfer in transfers):
             pass
         for _ in range(len(buffers)):
             file.start_read_into(bytearray(1)).result()
@@ -214,13 +215,13 @@ def test_dropped_future_counts_and_lasts_until_its_last_byte(tmp_path: Path) -> 
     (tmp_path / "data").write_bytes(bytes(64 * KIB))
     with gds.File(tmp_path / "data", direct="never") as file:
         count_before, bytes_before = gds.transfer_totals().get(gds.Route.ENGINE, (0, 0))
-        begin_s = time.monotonic()
+        start_s = time.monotonic()
         transfer = file.start_read_into(bytearray(64 * KIB))
         wait_until(transfer.done, "the transfer to end")
         end_s = time.monotonic()
         assert gds.transfer_totals()[gds.Route.ENGINE] == (count_before + 1, bytes_before + 64 * KIB)
         wait_until(lambda: time.monotonic() > end_s + 0.02, "some time after the end")
-        assert 0 < transfer.result().duration_s <= end_s - begin_s
+        assert 0 < transfer.result().duration_s <= end_s - start_s
         assert gds.transfer_totals()[gds.Route.ENGINE].transfers_count == count_before + 1
 
 
@@ -234,7 +235,7 @@ def test_interrupted_start_keeps_the_memory_of_its_job(tmp_path: Path, seed: int
         faulty_file.send(f"gate 0 {4 * KIB}")
         with gds.File(faulty_file.path) as file:
             with pytest.raises(KeyboardInterrupt):
-                start_and_interrupt(file, buffer)
+                start_interrupted_read(file, buffer)
             faulty_file.expect_line("waiting")
             with pytest.raises(BufferError):
                 buffer.append(0)
@@ -251,9 +252,9 @@ def test_file_of_a_refused_job_can_be_closed(tmp_path: Path) -> None:
     engine = gds.Engine()
     engine.close()
     with gds.File(tmp_path / "data", direct="never") as file, file.in_use() as native_file:
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ApiError) as error_info:
             engine.submit(write=False, device_index=gds.HOST, files=[native_file], extents=[0, 0, 0, 4])
-        assert caught.value.errno == errno.ESHUTDOWN
+        assert error_info.value.errno == errno.ESHUTDOWN
     assert file.closed
 
 

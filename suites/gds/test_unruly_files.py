@@ -53,12 +53,12 @@ def test_unreadable_byte_is_eio_after_the_bytes_before_it(
         allocate_memory(memory_kind, LENGTH_BYTES, owner_device) as memory,
         gds.File(faulty_file.path, access=access, direct="never") as file,
     ):
-        with pytest.raises(gds.TransferFailed) as failed:
+        with pytest.raises(gds.TransferFailed) as error_info:
             file.read_into(memory.buffer)
-        assert (failed.value.errno, failed.value.reason) == (errno.EIO, Reason.IO_ERROR)
-        assert (failed.value.api, failed.value.operation) == (Api.KERNEL, "pread")
-        assert failed.value.transferred.range_bytes == (BAD_OFFSET,)
-        assert failed.value.transferred.bytes == BAD_OFFSET
+        assert (error_info.value.errno, error_info.value.reason) == (errno.EIO, Reason.IO_ERROR)
+        assert (error_info.value.api, error_info.value.operation) == (Api.KERNEL, "pread")
+        assert error_info.value.transferred.range_bytes == (BAD_OFFSET,)
+        assert error_info.value.transferred.bytes == BAD_OFFSET
         pattern.check(memory.read_all()[:BAD_OFFSET], seed=seed)
         # The file and the threads of the engine can still be used.
         offset = (BAD_OFFSET + 1) // MIB * MIB + MIB
@@ -77,14 +77,17 @@ def test_bytes_after_a_gap_are_not_counted(
         allocate_memory(memory_kind, LENGTH_BYTES, owner_device) as memory,
         gds.File(faulty_file.path, direct="never") as file,
     ):
-        pending = file.start_read_into(memory.buffer)
+        transfer = file.start_read_into(memory.buffer)
         faulty_file.expect_line("waiting")
         # Other threads continue to read. Their bytes are after the byte that will never arrive.
-        wait_until(lambda: pending.bytes_moved > BAD_OFFSET, "bytes after the gap", timeout_s=60)
+        wait_until(lambda: transfer.bytes_moved > BAD_OFFSET, "bytes after the gap", timeout_s=60)
         faulty_file.send("open")
-        with pytest.raises(gds.TransferFailed) as failed:
-            pending.result()
-        assert (failed.value.transferred.bytes, failed.value.transferred.range_bytes) == (BAD_OFFSET, (BAD_OFFSET,))
+        with pytest.raises(gds.TransferFailed) as error_info:
+            transfer.result()
+        assert (error_info.value.transferred.bytes, error_info.value.transferred.range_bytes) == (
+            BAD_OFFSET,
+            (BAD_OFFSET,),
+        )
         pattern.check(memory.read_all()[:BAD_OFFSET], seed=seed)
 
 
@@ -98,10 +101,10 @@ def test_short_read_of_an_unreadable_byte_is_eio(
         allocate_memory(memory_kind, 8 * KIB, owner_device) as memory,
         gds.File(faulty_file.path, direct="never") as file,
     ):
-        with pytest.raises(gds.TransferFailed) as failed:
+        with pytest.raises(gds.TransferFailed) as error_info:
             file.read_into(memory.buffer, file_offset_bytes=BAD_OFFSET - 100, length_bytes=4 * KIB)
-        assert failed.value.errno == errno.EIO
-        assert failed.value.transferred.range_bytes == (100,)
+        assert error_info.value.errno == errno.EIO
+        assert error_info.value.transferred.range_bytes == (100,)
         pattern.check(memory.read_all()[:100], seed=seed, offset_bytes=BAD_OFFSET - 100)
 
 
@@ -116,10 +119,10 @@ def test_unwritable_byte_is_eio_after_the_bytes_before_it(
     with allocate_memory(memory_kind, len(data), owner_device) as memory:
         memory.write(data)
         with gds.File(faulty_file.path, "r+", access=access, direct="never") as file:
-            with pytest.raises(gds.TransferFailed) as failed:
+            with pytest.raises(gds.TransferFailed) as error_info:
                 file.write_from(memory.buffer)
-            assert (failed.value.errno, failed.value.operation) == (errno.EIO, "pwrite")
-            assert failed.value.transferred.range_bytes == (BAD_OFFSET,)
+            assert (error_info.value.errno, error_info.value.operation) == (errno.EIO, "pwrite")
+            assert error_info.value.transferred.range_bytes == (BAD_OFFSET,)
     with faulty_file.path.open("rb") as reopened_file:
         assert reopened_file.read(BAD_OFFSET) == data[:BAD_OFFSET]
 
@@ -135,14 +138,14 @@ def test_file_that_shrinks_during_a_read_is_end_of_file(
         gds.File(faulty_file.path, access=access, direct="never") as file,
     ):
         faulty_file.send(f"gate {BAD_OFFSET} {LENGTH_BYTES}")
-        pending = file.start_read_into(memory.buffer)
+        transfer = file.start_read_into(memory.buffer)
         faulty_file.expect_line("waiting")
         faulty_file.send(f"end {BAD_OFFSET}")
         faulty_file.send("open")
-        with pytest.raises(gds.TransferFailed) as failed:
-            pending.result()
-        assert (failed.value.reason, failed.value.errno) == (Reason.END_OF_FILE, None)
-        assert failed.value.transferred.range_bytes == (BAD_OFFSET,)
+        with pytest.raises(gds.TransferFailed) as error_info:
+            transfer.result()
+        assert (error_info.value.reason, error_info.value.errno) == (Reason.END_OF_FILE, None)
+        assert error_info.value.transferred.range_bytes == (BAD_OFFSET,)
         contents = memory.read_all()
         pattern.check(contents[:BAD_OFFSET], seed=seed)
         assert set(contents[BAD_OFFSET:]) == {0xA5}
@@ -160,22 +163,22 @@ def test_cancelled_read_reports_the_bytes_that_arrived(
         gds.File(faulty_file.path, access=access, direct="never") as file,
     ):
         faulty_file.send(f"gate 0 {LONG_BYTES}")
-        pending = file.start_read_into(memory.buffer)
+        transfer = file.start_read_into(memory.buffer)
         faulty_file.expect_line("waiting")
         with pytest.raises(TimeoutError):
-            pending.result(0.01)
-        assert not pending.done()
-        assert pending.cancel()
+            transfer.result(0.01)
+        assert not transfer.done()
+        assert transfer.cancel()
         faulty_file.send("open")
-        with pytest.raises(gds.TransferFailed) as failed:
-            pending.result()
-        result = failed.value.transferred
-        assert (failed.value.reason, failed.value.errno) == (Reason.CANCELLED, None)
+        with pytest.raises(gds.TransferFailed) as error_info:
+            transfer.result()
+        result = error_info.value.transferred
+        assert (error_info.value.reason, error_info.value.errno) == (Reason.CANCELLED, None)
         assert result.range_bytes == (result.bytes,)
         # The chunks in progress were completed, and no other chunk was started.
         assert 0 < result.bytes < LONG_BYTES
         pattern.check(memory.read_all()[: result.bytes], seed=seed)
-        assert isinstance(pending.exception(), gds.TransferFailed)
+        assert isinstance(transfer.exception(), gds.TransferFailed)
         assert file.read_into(memory.buffer, length_bytes=MIB).bytes == MIB
 
 
@@ -186,10 +189,10 @@ def test_etimedout_of_a_disk_is_no_timeout_of_result(tmp_path: Path) -> None:
         with gds.File(faulty_mount.mount / "data", access="buffered", direct="never") as file:
             faulty_mount.set_faults(read=errno.ETIMEDOUT)
             # A TimeoutError would mean that the transfer continues.
-            with pytest.raises(gds.TransferFailed) as failed:
+            with pytest.raises(gds.TransferFailed) as error_info:
                 file.start_read_into(bytearray(MIB)).result(60)
-            error: object = failed.value
-            assert failed.value.errno == errno.ETIMEDOUT
+            error: object = error_info.value
+            assert error_info.value.errno == errno.ETIMEDOUT
             assert isinstance(error, OSError)
             assert not isinstance(error, TimeoutError)
 
@@ -210,11 +213,11 @@ def test_full_disk_is_enospc_after_the_written_bytes(
             gds.File(mount / "file", "x", access=access, direct="never") as file,
         ):
             memory.write(data)
-            with pytest.raises(gds.TransferFailed) as failed:
+            with pytest.raises(gds.TransferFailed) as error_info:
                 file.write_from(memory.buffer)
-            assert (failed.value.errno, failed.value.reason) == (errno.ENOSPC, Reason.NO_SPACE)
-            written_bytes = failed.value.transferred.bytes
-            assert failed.value.transferred.range_bytes == (written_bytes,)
+            assert (error_info.value.errno, error_info.value.reason) == (errno.ENOSPC, Reason.NO_SPACE)
+            written_bytes = error_info.value.transferred.bytes
+            assert error_info.value.transferred.range_bytes == (written_bytes,)
             assert written_bytes <= 8 * MIB
             with (mount / "file").open("rb+") as reopened_file:
                 assert reopened_file.read(written_bytes) == data[:written_bytes]

@@ -12,5 +12,5 @@ __all__ = ["captures"]
 
 @pytest.fixture
 def captures() -> Path:
-    """The folder with the captures of real machines. A case that uses it must declare the need ``host.captures``."""
+    """Return the folder with the captures of real machines. A case with this fixture must need ``host.captures``."""
     return Path(os.environ["GDRKIT_CAPTURES"])

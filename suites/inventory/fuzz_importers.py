@@ -54,7 +54,7 @@ _LSPCI_OUTPUT = b"""0000:00:01.0 PCI bridge [0604]: Intel Corporation Device 352
 02:00.0 Infiniband controller: Mellanox Technologies MT2910 [15b3:1021]
 \tCapabilities: <access denied>
 """
-# A copied folder of sysfs: each line has the path of a file or a link, a blank, and its contents or @ and its target.
+# A copied folder of sysfs. A line has the path of a file, a blank and its contents, or the path of a link and @target.
 _COPIED_TREE = b"""mlx5_0/ports/1/state 4: ACTIVE
 mlx5_0/ports/1/phys_state 5: LinkUp
 mlx5_0/ports/1/rate 400 Gb/sec (4X NDR)
@@ -129,7 +129,7 @@ def _write_tree(root: Path, data: bytes) -> None:
             elif not os.path.lexists(path):
                 Path(os.fsdecode(path)).write_bytes(content)
         except OSError:
-            continue  # The path needs a folder where a file exists, or the reverse. The tree is written without it.
+            continue  # A parent of the path is a file, or the path is a folder. The tree lacks this path.
 
 
 def _make_target(import_capture: Callable[[bytes], Capture], valid_input: bytes) -> fuzz.FuzzTarget:

@@ -52,8 +52,8 @@ SWITCH_PORT = PORTS[GPU]
 ACS_REDIRECT = 0x1D
 
 _SWITCH_PATH = f"pci0000:00/{ROOT_PORT}/{SWITCH}"
-# Each PCI address with its path below /sys/devices, vendor, device, class, driver and link width.
-_FUNCTIONS = {
+# Each PCI address has its path below /sys/devices, vendor, device, class, driver and link width.
+_PCI_FUNCTIONS = {
     ROOT_PORT: (f"pci0000:00/{ROOT_PORT}", 0x8086, 0x352A, 0x060400, "pcieport", 16),
     SWITCH: (_SWITCH_PATH, 0x1000, 0xC030, 0x060400, "pcieport", 16),
     **{
@@ -64,7 +64,7 @@ _FUNCTIONS = {
     NIC: (f"{_SWITCH_PATH}/{PORTS[NIC]}/{NIC}", 0x15B3, 0x1021, 0x020000, "mlx5_core", 16),
     NVME: (f"{_SWITCH_PATH}/{PORTS[NVME]}/{NVME}", 0x144D, 0xA824, 0x010802, "nvme", 4),
 }
-_CUFILE = """{
+_CUFILE_JSON = """{
     // The recommended settings.
     "logging": { "dir": "/var/log" },
     "properties": {
@@ -98,7 +98,7 @@ def make_config_space(*, acs: int | None = None, ats: bool | None = None, read_r
 
 def _make_function_files() -> dict[str, str | bytes]:
     files: dict[str, str | bytes] = {}
-    for address, (path, vendor, device, class_code, _, width) in _FUNCTIONS.items():
+    for address, (path, vendor, device, class_code, _, width) in _PCI_FUNCTIONS.items():
         folder = f"/sys/devices/{path}"
         is_bridge = class_code == 0x060400
         files |= {
@@ -117,7 +117,7 @@ def _make_function_files() -> dict[str, str | bytes]:
     return files
 
 
-_PORT = "/sys/class/infiniband/mlx5_0/ports/1"
+_PORT_FOLDER = "/sys/class/infiniband/mlx5_0/ports/1"
 # Two TiB of memory, in 4 KiB pages. Linux writes no start_pfn of a zone without memory, such as the zone Device.
 _ZONEINFO = (
     "Node 0, zone   Normal\n        spanned  535822336\n        present  535822336\n  start_pfn:           1048576\n"
@@ -129,17 +129,17 @@ HEALTHY_FILES: dict[str, str | bytes] = {
     "/sys/class/infiniband/mlx5_0/hca_type": "MT4129\n",
     "/sys/class/infiniband/mlx5_0/fw_ver": "28.41.1000\n",
     "/sys/class/infiniband/mlx5_0/node_guid": "b83f:d203:00a1:7c52\n",
-    f"{_PORT}/state": "4: ACTIVE\n",
-    f"{_PORT}/phys_state": "5: LinkUp\n",
-    f"{_PORT}/rate": "400 Gb/sec (4X NDR)\n",
-    f"{_PORT}/link_layer": "Ethernet\n",
-    f"{_PORT}/counters/link_downed": "0\n",
-    f"{_PORT}/gids/0": "fe80:0000:0000:0000:ba3f:d2ff:fea1:7c52\n",
-    f"{_PORT}/gids/1": "0000:0000:0000:0000:0000:ffff:0a09:0001\n",
-    f"{_PORT}/gids/2": "0000:0000:0000:0000:0000:0000:0000:0000\n",
-    f"{_PORT}/gid_attrs/types/0": "IB/RoCE v1\n",
-    f"{_PORT}/gid_attrs/types/1": "RoCE v2\n",
-    f"/sys/devices/{_FUNCTIONS[NIC][0]}/net/eth0/mtu": "9000\n",
+    f"{_PORT_FOLDER}/state": "4: ACTIVE\n",
+    f"{_PORT_FOLDER}/phys_state": "5: LinkUp\n",
+    f"{_PORT_FOLDER}/rate": "400 Gb/sec (4X NDR)\n",
+    f"{_PORT_FOLDER}/link_layer": "Ethernet\n",
+    f"{_PORT_FOLDER}/counters/link_downed": "0\n",
+    f"{_PORT_FOLDER}/gids/0": "fe80:0000:0000:0000:ba3f:d2ff:fea1:7c52\n",
+    f"{_PORT_FOLDER}/gids/1": "0000:0000:0000:0000:0000:ffff:0a09:0001\n",
+    f"{_PORT_FOLDER}/gids/2": "0000:0000:0000:0000:0000:0000:0000:0000\n",
+    f"{_PORT_FOLDER}/gid_attrs/types/0": "IB/RoCE v1\n",
+    f"{_PORT_FOLDER}/gid_attrs/types/1": "RoCE v2\n",
+    f"/sys/devices/{_PCI_FUNCTIONS[NIC][0]}/net/eth0/mtu": "9000\n",
     "/sys/class/net/eth0/mtu": "9000\n",
     "/sys/class/nvme/nvme0/transport": "pcie\n",
     "/sys/class/nvme/nvme0/model": "PM9A3\n",
@@ -151,7 +151,7 @@ HEALTHY_FILES: dict[str, str | bytes] = {
     "/sys/module/nvme_core/parameters/multipath": "N\n",
     "/proc/cmdline": "BOOT_IMAGE=/vmlinuz root=/dev/nvme0n1p1 intel_iommu=on iommu=pt\n",
     # BAR1 of the GPU has 256 GiB and begins at 4 TiB.
-    f"/sys/devices/{_FUNCTIONS[GPU][0]}/resource": (
+    f"/sys/devices/{_PCI_FUNCTIONS[GPU][0]}/resource": (
         "0x00000000b8000000 0x00000000b8ffffff 0x0000000000040200\n"
         "0x0000040000000000 0x0000043fffffffff 0x000000000014220c\n"
     ),
@@ -184,7 +184,7 @@ HEALTHY_FILES: dict[str, str | bytes] = {
         "CONFIG_DMA_SHARED_BUFFER=y\nCONFIG_PCI_P2PDMA=y\nCONFIG_RANDOMIZE_MEMORY=y\n"
         "CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0xa\n"
     ),
-    "/etc/cufile.json": _CUFILE,
+    "/etc/cufile.json": _CUFILE_JSON,
     "/dev/infiniband/uverbs0": "",
     "/dev/nvidiactl": "",
     "/dev/nvidia-fs0": "",
@@ -197,19 +197,19 @@ HEALTHY_FILES: dict[str, str | bytes] = {
 LINKS: dict[str, str] = {
     **{
         f"/sys/bus/pci/devices/{address}": f"../../../devices/{function_fields[0]}"
-        for address, function_fields in _FUNCTIONS.items()
+        for address, function_fields in _PCI_FUNCTIONS.items()
     },
     **{
         f"/sys/devices/{function_fields[0]}/driver": f"/sys/bus/pci/drivers/{function_fields[4]}"
-        for function_fields in _FUNCTIONS.values()
+        for function_fields in _PCI_FUNCTIONS.values()
     },
-    f"/sys/devices/{_FUNCTIONS[GPU][0]}/iommu_group": "/sys/kernel/iommu_groups/7",
-    "/sys/class/infiniband/mlx5_0/device": f"../../../devices/{_FUNCTIONS[NIC][0]}",
-    "/sys/class/nvme/nvme0/device": f"../../../devices/{_FUNCTIONS[NVME][0]}",
+    f"/sys/devices/{_PCI_FUNCTIONS[GPU][0]}/iommu_group": "/sys/kernel/iommu_groups/7",
+    "/sys/class/infiniband/mlx5_0/device": f"../../../devices/{_PCI_FUNCTIONS[NIC][0]}",
+    "/sys/class/nvme/nvme0/device": f"../../../devices/{_PCI_FUNCTIONS[NVME][0]}",
     "/sys/dev/block/259:1": "../../devices/block/nvme0n1/nvme0n1p1",
 }
 
-_ATTRIBUTES = {
+_CUDA_ATTRIBUTES = {
     "COMPUTE_CAPABILITY_MAJOR": 9,
     "COMPUTE_CAPABILITY_MINOR": 0,
     "DMA_BUF_SUPPORTED": 1,
@@ -218,7 +218,7 @@ _ATTRIBUTES = {
 }
 
 
-def _write(root: Path, files: Mapping[str, str | bytes | None], links: Mapping[str, str | None]) -> None:
+def _write_files(root: Path, files: Mapping[str, str | bytes | None], links: Mapping[str, str | None]) -> None:
     for name, content in files.items():
         if content is not None:
             path = root / name.lstrip("/")
@@ -293,10 +293,10 @@ def make_machine(
     facts : mapping, optional
         Other values of fields of the facts.
     """
-    _write(root, {**HEALTHY_FILES, **(files or {})}, {**LINKS, **(links or {})})
+    _write_files(root, {**HEALTHY_FILES, **(files or {})}, {**LINKS, **(links or {})})
     facts_of_files = probe(HostTree(root), environment=environment or {}, query_apis=False)
     device = CudaDeviceFacts(
-        index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id=GPU, attributes=_ATTRIBUTES | dict(attributes or {})
+        index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id=GPU, attributes=_CUDA_ATTRIBUTES | dict(attributes or {})
     )
     nic = NicFacts(name="mlx5_0", driver="mlx5_core", node_guid="", active_ports=(1,), dmabuf=dmabuf, failure=None)
     link = GpuLink(

@@ -24,7 +24,6 @@ from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.units import GIB, MIB
 
 __all__ = [
-    "CLIENT_FILE",
     "EXPANDABLE_SEGMENTS",
     "FAILING_EXAMPLES",
     "HCA_FOLDER",
@@ -32,6 +31,7 @@ __all__ = [
     "NO_PEER_MEMORY_FILES",
     "NO_RDMA_FILES",
     "PASSING_EXAMPLES",
+    "PEER_MEMORY_CLIENT_FILE",
     "PTRACE_CAPABILITY",
     "make_failed_driver_open",
 ]
@@ -44,8 +44,11 @@ _PORT_FOLDER = f"{HCA_FOLDER}/ports/1"
 NO_RDMA_FILES: dict[str, str | None] = {
     name: None for name in HEALTHY_FILES if name.startswith("/sys/class/infiniband/")
 }
-CLIENT_FILE = "/sys/kernel/mm/memory_peers/nv_mem/version"
-NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None, CLIENT_FILE: None}
+PEER_MEMORY_CLIENT_FILE = "/sys/kernel/mm/memory_peers/nv_mem/version"
+NO_PEER_MEMORY_FILES: dict[str, str | None] = {
+    "/sys/module/nvidia_peermem/version": None,
+    PEER_MEMORY_CLIENT_FILE: None,
+}
 _NO_NVIDIA_FS_FILES: dict[str, str | None] = {
     f"/proc/driver/nvidia-fs/{name}": None for name in ("version", "modules", "stats", "devcount")
 }
@@ -64,8 +67,8 @@ PTRACE_CAPABILITY = {"/proc/self/status": "CapEff:\t0000000000080000\n"}
 EXPANDABLE_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def _make_mountinfo(kind: str, options: str = "rw") -> dict[str, str]:
-    return {"/proc/self/mountinfo": f"22 1 259:1 / / rw - {kind} /dev/nvme0n1p1 {options}\n"}
+def _make_mountinfo(file_system: str, options: str = "rw") -> dict[str, str]:
+    return {"/proc/self/mountinfo": f"22 1 259:1 / / rw - {file_system} /dev/nvme0n1p1 {options}\n"}
 
 
 def make_failed_driver_open(reason: Reason, status: int | None = None) -> dict[str, Observation]:
@@ -98,13 +101,13 @@ def _make_link_with_errors(*, corrected: int = 0, uncorrected: int = 0, is_remap
     return GpuLink(GPU, 5, 5, 16, 16, 0, 256 * GIB, 255 * GIB, common_ancestor={}, health=health)
 
 
-# The arguments of inventory.healthy_machine.machine, by the code of the rule and the name of the example.
+# The arguments of inventory.healthy_machine.make_machine, by the code of the rule and the name of the example.
 FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("no-registration-route", "every route refused"): {"working_routes": (), "files": NO_PEER_MEMORY_FILES},
     ("peermem-symbols", "refused by the kernel"): {
         "kernel_log_lines": ("nvidia_peermem: disagrees about version of symbol ib_register_peer_memory_client",)
     },
-    ("peermem-refused", "no client"): {"files": {CLIENT_FILE: None}, "working_routes": ()},
+    ("peermem-refused", "no client"): {"files": {PEER_MEMORY_CLIENT_FILE: None}, "working_routes": ()},
     ("peermem-refused", "a registered module"): {"working_routes": ()},
     ("no-dmabuf-region", "the NIC refuses"): {"dmabuf": False, "working_routes": (), "files": NO_PEER_MEMORY_FILES},
     ("no-dmabuf-region", "an old kernel"): {
@@ -169,8 +172,8 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("far-apart", "another socket"): {
         "links": {f"/sys/bus/pci/devices/{GPU}": f"../../../devices/pci0000:80/0000:80:01.0/{GPU}"},
         "files": {
-            f"/sys/devices/pci0000:80/0000:80:01.0/{GPU}/{name}": text
-            for name, text in {
+            f"/sys/devices/pci0000:80/0000:80:01.0/{GPU}/{name}": content
+            for name, content in {
                 "vendor": "0x10de\n",
                 "device": "0x2335\n",
                 "class": "0x030200\n",
@@ -267,11 +270,11 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("peermem-refused", "dma-buf instead"): {"working_routes": ("dmabuf",)},
     ("peermem-refused", "a registered module, and nothing was tried"): {"facts": {"routes": ()}},
     ("peermem-refused", "ib_core is used"): {
-        "files": {CLIENT_FILE: None, "/sys/module/ib_core/holders/nvidia_peermem": ""},
+        "files": {PEER_MEMORY_CLIENT_FILE: None, "/sys/module/ib_core/holders/nvidia_peermem": ""},
         "facts": {"routes": ()},
     },
     ("peermem-refused", "ib_uverbs is used"): {
-        "files": {CLIENT_FILE: None, "/sys/module/ib_uverbs/holders/nvidia_peermem": ""},
+        "files": {PEER_MEMORY_CLIENT_FILE: None, "/sys/module/ib_uverbs/holders/nvidia_peermem": ""},
         "facts": {"routes": ()},
     },
     ("no-dmabuf-region", "peer memory instead"): {"dmabuf": False, "working_routes": ("peer_memory",)},

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def make_config_space_with(offset: int, value: int, format_: str = "<I") -> bytes:
-    """Return a valid config space in which the value at one offset is replaced. `format_` is a format of struct."""
+def make_config_space_with(offset: int, value: int, struct_format: str = "<I") -> bytes:
+    """Return a valid config space with another value at one offset. `struct_format` is the format of the value."""
     data = bytearray(make_config_space(acs=0x1D, ats=True))
-    struct.pack_into(format_, data, offset, value)
+    struct.pack_into(struct_format, data, offset, value)
     return bytes(data)
 
 
@@ -32,9 +32,12 @@ HOSTILE_CONFIG_SPACES = {
     "capabilities loop": (make_config_space_with(0x61, 0x40, "<B"), "loops at 0x40"),
     "a capability is its own next": (make_config_space_with(0x41, 0x40, "<B"), "loops at 0x40"),
     "capabilities lead into the header": (make_config_space_with(0x61, 0x10, "<B"), "outside"),
-    "extended ones loop": (make_config_space_with(0x150, 0x000D | 0x100 << 20), "loops at 0x100"),
-    "an extended one is its own next": (make_config_space_with(0x150, 0x000D | 0x150 << 20), "loops at 0x150"),
-    "extended ones lead into the standard ones": (make_config_space_with(0x150, 0x000D | 0x40 << 20), "outside"),
+    "extended capabilities loop": (make_config_space_with(0x150, 0x000D | 0x100 << 20), "loops at 0x100"),
+    "an extended capability is its own next": (make_config_space_with(0x150, 0x000D | 0x150 << 20), "loops at 0x150"),
+    "extended capabilities lead into the standard ones": (
+        make_config_space_with(0x150, 0x000D | 0x40 << 20),
+        "outside",
+    ),
 }
 
 
@@ -93,11 +96,11 @@ def test_files_with_wrong_contents_raise_no_error(tmp_path: Path, content: bytes
 def test_file_without_a_number_is_reported_as_unreadable(tmp_path: Path) -> None:
     device = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     device.mkdir(parents=True)
-    for name, text in (("vendor", "0x10de"), ("device", "0x2335"), ("class", "garbage")):
-        (device / name).write_text(text)
+    for name, content in (("vendor", "0x10de"), ("device", "0x2335"), ("class", "garbage")):
+        (device / name).write_text(content)
     tree = HostTree(tmp_path)
     assert pci_devices(tree) == ()
-    assert [(item.path, item.errno) for item in tree.unreadable] == [
+    assert [(unreadable_file.path, unreadable_file.errno) for unreadable_file in tree.unreadable] == [
         ("/sys/bus/pci/devices/0000:1b:00.0/class", errno.EBADMSG)
     ]
 

@@ -1,4 +1,4 @@
-"""Importing and replaying a hostile capture takes at most 256 MiB of memory and a limited time.
+"""Import and replay of a hostile capture take a limited time, and at most 256 MiB more memory than an empty capture.
 
 Each case runs a command (`gdrkit doctor`, `gdrkit topology`, `gdrkit facts`) on the capture in a new process, and
 compares its peak memory with the peak memory of the same command on an empty capture.
@@ -31,11 +31,11 @@ import re, sys, time
 from gdrkit.cli import main
 try:
     main(sys.argv[1:])
-except SystemExit as ended:
+except SystemExit as exit_error:
     # getrusage would include the peak of the parent process.
     with open("/proc/self/status") as status:
         peak_kib = re.search(r"VmHWM:\\s*(\\d+) kB", status.read())[1]
-    print("peak", peak_kib, time.process_time(), ended.code, file=sys.stderr)
+    print("peak", peak_kib, time.process_time(), exit_error.code, file=sys.stderr)
 """
 
 
@@ -64,9 +64,9 @@ def make_capture_with_reads(**fields: object) -> bytes:
     return json.dumps({**SMALLEST_CAPTURE, "answers": fields}, ensure_ascii=False).encode()
 
 
-def make_capture_with_list(part: bytes, count: int) -> bytes:
-    """Return a capture with a JSON list that contains `part` many times."""
-    return b'{"schema_version": 1, "origin": [' + (part + b",") * count + part + b'], "answers": {}}'
+def make_capture_with_list(element: bytes, count: int) -> bytes:
+    """Return a capture with a JSON list that contains `element` many times."""
+    return b'{"schema_version": 1, "origin": [' + (element + b",") * count + element + b'], "answers": {}}'
 
 
 def make_pci_addresses(count: int) -> list[str]:
@@ -78,9 +78,9 @@ def make_capture_with_functions(count: int, class_code: str = "0x030200") -> byt
     """Return a capture with `count` PCI functions of a class."""
     addresses = [f"0000:{index >> 8:02x}:{index >> 3 & 31:02x}.{index & 7}" for index in range(count)]
     texts = {
-        f"/sys/bus/pci/devices/{address}/{name}": text
+        f"/sys/bus/pci/devices/{address}/{name}": content
         for address in addresses
-        for name, text in (("vendor", "0x10de"), ("device", "0x1"), ("class", class_code))
+        for name, content in (("vendor", "0x10de"), ("device", "0x1"), ("class", class_code))
     }
     return make_capture_with_reads(texts=texts, folders={"/sys/bus/pci/devices": addresses})
 

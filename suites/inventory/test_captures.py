@@ -82,7 +82,7 @@ def test_unread_path_differs_from_absent_path(tmp_path: Path) -> None:
     assert replayed_tree.text("/sys/module") is None
     assert not replayed_tree.unreadable
     assert replayed_tree.text("/etc/os-release") is None
-    assert [item.errno for item in replayed_tree.unreadable] == [errno.ENODATA]
+    assert [unreadable_file.errno for unreadable_file in replayed_tree.unreadable] == [errno.ENODATA]
 
 
 def test_read_error_is_captured(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_read_error_is_captured(tmp_path: Path) -> None:
     assert HostTree.of(recorder).text("/file") is None
     replayed_tree = HostTree.of(CapturedFiles(recorder.reads))
     assert replayed_tree.text("/file") is None
-    assert [item.errno for item in replayed_tree.unreadable] == [errno.EISDIR]
+    assert [unreadable_file.errno for unreadable_file in replayed_tree.unreadable] == [errno.EISDIR]
 
 
 def test_links_of_a_capture_stay_inside_it() -> None:

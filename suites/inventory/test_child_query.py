@@ -34,7 +34,7 @@ def start_query(folder: Path, program: str, *arguments: str) -> ChildQuery:
 
 
 def is_gone(process_id: int) -> bool:
-    """Return whether the process has ended. Until its parent waits for it, it has the state Z."""
+    """Return whether the process has ended. An ended process has the state Z until its parent waits for it."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -96,20 +96,20 @@ def mount_silent_file_system(folder: Path) -> Iterator[threading.Event]:
     options = f"fd={descriptor},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
     command = ["mount", "-i", "-t", "fuse", "-o", options, "silent", str(folder)]
     subprocess.run(command, check=True, pass_fds=[descriptor])
-    has_request = threading.Event()
+    request_event = threading.Event()
 
     def serve() -> None:
-        unique = struct.unpack_from("=8xQ", os.read(descriptor, 1 << 17))[0]
+        request_id = struct.unpack_from("=8xQ", os.read(descriptor, 1 << 17))[0]
         size = _INIT_REPLY.size
-        os.write(descriptor, _INIT_REPLY.pack(size, 0, unique, 7, 31, 0, 0, 0, 0, 4096, 1, 0, 0, 0))
+        os.write(descriptor, _INIT_REPLY.pack(size, 0, request_id, 7, 31, 0, 0, 0, 0, 4096, 1, 0, 0, 0))
         # This request gets no reply. From now on, the process that made it waits uninterruptibly.
         os.read(descriptor, 1 << 17)
-        has_request.set()
+        request_event.set()
 
     server = threading.Thread(target=serve, daemon=True)
     server.start()
     try:
-        yield has_request
+        yield request_event
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
         os.close(descriptor)  # The kernel then fails the waiting requests.
@@ -117,10 +117,10 @@ def mount_silent_file_system(folder: Path) -> Iterator[threading.Event]:
 
 @needs(host.fuse, host.capability("CAP_SYS_ADMIN"))
 def test_child_in_state_d_is_abandoned_and_reported(tmp_path: Path) -> None:
-    with mount_silent_file_system(tmp_path / "mount") as has_request:
+    with mount_silent_file_system(tmp_path / "mount") as request_event:
         program = "import os, sys\nos.write(1, b'started')\nos.stat(sys.argv[1])"
         query = start_query(tmp_path, program, str(tmp_path / "mount" / "file"))
-        assert has_request.wait(60)
+        assert request_event.wait(60)
         start_s = time.monotonic()
         facts, failure = query.result(1.0)
         duration_s = time.monotonic() - start_s
@@ -144,10 +144,10 @@ EXPERIMENT = """
 
 
 @pytest.mark.parametrize("ending", ["return {'call': 'returned'}", "raise UsageError('the call failed')"])
-@pytest.mark.parametrize(("statement", "expected"), [("os.close(0)", "was closed"), ("os.dup(0)", None)])
+@pytest.mark.parametrize(("statement", "expected_text"), [("os.close(0)", "was closed"), ("os.dup(0)", None)])
 def test_experiment_that_closes_descriptor_0_is_seen(
-    tmp_path: Path, statement: str, ending: str, expected: str | None
+    tmp_path: Path, statement: str, ending: str, expected_text: str | None
 ) -> None:
     query = start_query(tmp_path, EXPERIMENT.format(statement=statement, ending=ending), "planted")
     observed, failure = query.result(60.0)
-    assert (observed.get("descriptor 0"), failure is not None) == (expected, "raise" in ending)
+    assert (observed.get("descriptor 0"), failure is not None) == (expected_text, "raise" in ending)

@@ -50,8 +50,8 @@ def test_doctor_leaves_no_file_in_the_current_folder(tmp_path: Path) -> None:
     assert process.stdout, process.stderr
     diagnosis = json.loads(process.stdout)
     failed_findings = [finding for finding in diagnosis["findings"] if finding["verdict"] == "fail"]
-    missing = " ".join(diagnosis["missing"])
-    assert process.returncode == (4 if "GPU" in missing and "RDMA" in missing else int(bool(failed_findings)))
+    missing_text = " ".join(diagnosis["missing"])
+    assert process.returncode == (4 if "GPU" in missing_text and "RDMA" in missing_text else int(bool(failed_findings)))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,16 +66,16 @@ def test_doctor_names_what_an_ordinary_user_cannot_read() -> None:
 
 def test_json_and_text_have_the_same_findings(tmp_path: Path) -> None:
     diagnosis = diagnose(make_machine(tmp_path, **FAILING_EXAMPLES["acs-redirect", "a port of the switch"]))
-    text = describe_diagnosis(diagnosis)
+    description = describe_diagnosis(diagnosis)
     data = json.loads(diagnosis.to_json())
     assert [finding["code"] for finding in data["findings"] if finding["verdict"] == "fail"] == ["acs-redirect"]
-    assert "Present (1):" in text
-    assert "ACSCtl of 0000:02:00.0: SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+" in text
-    assert "To do: switch off ACS" in text
+    assert "Present (1):" in description
+    assert "ACSCtl of 0000:02:00.0: SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+" in description
+    assert "To do: switch off ACS" in description
 
 
 def test_exit_code_is_1_if_a_cause_is_present(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, changes, expected in (
+    for name, changes, expected_exit_code in (
         ("correct", {}, 0),
         ("failing", FAILING_EXAMPLES["acs-redirect", "a port of the switch"], 1),
     ):
@@ -84,7 +84,7 @@ def test_exit_code_is_1_if_a_cause_is_present(tmp_path: Path, capsys: pytest.Cap
         diagnose(healthy_host)
         write_capture(tmp_path / f"{name}.json", healthy_host.capture())
         replay_arguments = ("doctor", "--replay", str(tmp_path / f"{name}.json"))
-        assert run_gdrkit(capsys, *replay_arguments)[0] == expected
+        assert run_gdrkit(capsys, *replay_arguments)[0] == expected_exit_code
         assert run_gdrkit(capsys, *replay_arguments, "--any")[0] == 0
     assert run_gdrkit(capsys, "doctor", "--replay", "/no/such/file")[0] == 2
 
@@ -94,18 +94,18 @@ def test_exit_code_is_4_without_gpu_and_nic(tmp_path: Path, capsys: pytest.Captu
     capture = {"schema_version": 1, "origin": "a case", "answers": {"folders": folders}}
     (tmp_path / "bare.json").write_text(json.dumps(capture))
     replay_arguments = ("doctor", "--replay", str(tmp_path / "bare.json"))
-    exit_code, text = run_gdrkit(capsys, *replay_arguments)
-    assert (exit_code, "no RDMA device" in text) == (4, True)
-    assert run_gdrkit(capsys, *replay_arguments, "--any") == (0, text)
+    exit_code, output = run_gdrkit(capsys, *replay_arguments)
+    assert (exit_code, "no RDMA device" in output) == (4, True)
+    assert run_gdrkit(capsys, *replay_arguments, "--any") == (0, output)
 
 
 def test_explain_as_json_has_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    exit_code, text = run_gdrkit(capsys, "explain", "--json")
-    rules = json.loads(text)
+    exit_code, output = run_gdrkit(capsys, "explain", "--json")
+    rules = json.loads(output)
     assert (exit_code, [rule["code"] for rule in rules]) == (0, [rule.code for rule in RULES])
     assert {rule["code"] for rule in rules if rule["acts"]} == {rule.code for rule in RULES if rule.experiment}
-    exit_code, text = run_gdrkit(capsys, "explain", "udev-database", "--json")
-    assert (exit_code, json.loads(text)) == (0, next(rule for rule in rules if rule["code"] == "udev-database"))
+    exit_code, output = run_gdrkit(capsys, "explain", "udev-database", "--json")
+    assert (exit_code, json.loads(output)) == (0, next(rule for rule in rules if rule["code"] == "udev-database"))
     assert run_gdrkit(capsys, "explain", "nonsense", "--json")[0] == 2
 
 
@@ -114,8 +114,8 @@ def test_explain_lists_and_describes_every_rule(capsys: pytest.CaptureFixture[st
     assert [line.split()[0] for line in lines] == [rule.code for rule in RULES]
     assert lines == list_rules(RULES).splitlines()
     for rule in RULES:
-        text = describe_rule(rule)
-        assert all(word in text for word in (rule.code, rule.title, "Why it matters", "What to do", "Reads"))
+        description = describe_rule(rule)
+        assert all(word in description for word in (rule.code, rule.title, "Why it matters", "What to do", "Reads"))
     assert run_gdrkit(capsys, "explain", "udev-database")[1].startswith("udev-database: no udev database")
     assert run_gdrkit(capsys, "explain", "nonsense")[0] == 2
 
@@ -127,10 +127,10 @@ def test_document_contains_every_rule() -> None:
 
 
 def test_topology_text_has_devices_and_distances(tmp_path: Path) -> None:
-    text = describe_topology(topology(make_machine(tmp_path)))
-    assert "NIC mlx5_0 0000:04:00.0" in text
-    assert re.search(r"GPU0: PIX mlx5_0, nvme0", text)
-    assert "PIX     below one PCIe switch" in text
+    description = describe_topology(topology(make_machine(tmp_path)))
+    assert "NIC mlx5_0 0000:04:00.0" in description
+    assert re.search(r"GPU0: PIX mlx5_0, nvme0", description)
+    assert "PIX     below one PCIe switch" in description
 
 
 def test_remedy_of_a_missing_udev_database_works(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_remedy_of_a_missing_udev_database_works(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["forced", "few slabs"])
 def test_remedy_in_cufile_json_works(tmp_path: Path, name: str) -> None:
-    code = next(code for code, variant in FAILING_EXAMPLES if variant == name)
-    healthy_host, rule = make_machine(tmp_path, **FAILING_EXAMPLES[code, name]), rule_of(code)
+    rule_code = next(rule_code for rule_code, variant in FAILING_EXAMPLES if variant == name)
+    healthy_host, rule = make_machine(tmp_path, **FAILING_EXAMPLES[rule_code, name]), rule_of(rule_code)
     assert rule.apply(healthy_host).verdict is Verdict.FAIL
     settings = {
         "force_compat_mode": False,

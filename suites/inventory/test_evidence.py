@@ -102,8 +102,8 @@ def test_packet_counters_are_read_from_either_folder(tmp_path: Path) -> None:
 
 def test_libraries_of_this_process_are_those_of_its_map() -> None:
     libraries = {library.path: library for library in evidence.libraries()}
-    mapped = set(re.findall(r"^\S+ ..x. \S+ \S+ \d+ +(/.*)$", Path("/proc/self/maps").read_text(), re.MULTILINE))
-    assert set(libraries) == mapped
+    mapped_paths = set(re.findall(r"^\S+ ..x. \S+ \S+ \d+ +(/.*)$", Path("/proc/self/maps").read_text(), re.MULTILINE))
+    assert set(libraries) == mapped_paths
     (libc,) = [library for library in libraries.values() if library.soname == "libc.so.6"]
     assert libc.build_id
     assert libc.error is None

@@ -53,7 +53,7 @@ FAILING_CASES = {
     ("driver-open", "a hang"): FailingCase("cuFileDriverOpen call=* delay_us=10000000", "did not return", 2),
     ("pool-starved", "a hang"): FailingCase("cufile.batch_io call=2 delay_us=10000000", "did not complete", 2),
 }
-CODES = list(dict.fromkeys(code for code, _ in FAILING_CASES))
+CODES = list(dict.fromkeys(rule_code for rule_code, _ in FAILING_CASES))
 
 
 @pytest.fixture
@@ -86,25 +86,25 @@ def set_fault_plan(monkeypatch: pytest.MonkeyPatch, folder: Path, fault_line: st
 
 
 def test_correct_libraries_pass_here_and_in_a_capture(machine: Machine) -> None:
-    findings = {code: rule_of(code).apply(machine) for code in CODES}
-    verdicts = {code: finding.verdict for code, finding in findings.items()}
+    findings = {rule_code: rule_of(rule_code).apply(machine) for rule_code in CODES}
+    verdicts = {rule_code: finding.verdict for rule_code, finding in findings.items()}
     assert verdicts == dict.fromkeys(CODES, Verdict.PASS), findings
     assert "128 reads of 65536 bytes in one batch: 128 COMPLETE" in findings["pool-starved"].text
     # The capture contains the results of the experiments, so each rule reaches the same verdict without the devices.
     machine_of_capture = captured_machine(
         serialization.from_json_data(Capture, serialization.to_json_data(machine.capture()))
     )
-    for code, finding in findings.items():
-        assert rule_of(code).apply(machine_of_capture).verdict is finding.verdict
+    for rule_code, finding in findings.items():
+        assert rule_of(rule_code).apply(machine_of_capture).verdict is finding.verdict
 
 
-@pytest.mark.parametrize(("code", "variant"), FAILING_CASES)
+@pytest.mark.parametrize(("rule_code", "case_name"), FAILING_CASES)
 def test_rule_fails_under_a_fault_plan(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, variant: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rule_code: str, case_name: str
 ) -> None:
-    case = FAILING_CASES[code, variant]
+    case = FAILING_CASES[rule_code, case_name]
     with set_fault_plan(monkeypatch, tmp_path, case.fault_line):
-        finding = rule_of(code).apply(replace(machine, timeout_s=case.timeout_s, observations={}))
+        finding = rule_of(rule_code).apply(replace(machine, timeout_s=case.timeout_s, observations={}))
     assert finding.verdict is Verdict.FAIL, finding.text
     assert case.expected_text in finding.text
 
@@ -113,8 +113,8 @@ def test_every_experiment_has_a_passing_and_a_failing_case(capsys: pytest.Captur
     codes_with_experiment = {rule.code for rule in RULES if rule.experiment}
     # No fault plan emulates a PCIe link that slows down. For that experiment, rule_examples.py has example results.
     codes_with_examples = (
-        {code for code, _ in FAILING_EXAMPLES}
-        & {code for code, _ in PASSING_EXAMPLES}
+        {rule_code for rule_code, _ in FAILING_EXAMPLES}
+        & {rule_code for rule_code, _ in PASSING_EXAMPLES}
         & codes_with_experiment - set(CODES)
     )
     with capsys.disabled():

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def empty_facts(tmp_path: Path) -> Facts:
-    """Facts about an empty host whose APIs were not queried."""
+    """Return facts about an empty host whose APIs were not queried."""
     return probe(HostTree(tmp_path / "empty"), query_apis=False)
 
 
 def test_facts_are_read_back_as_the_same_value(facts: Facts, empty_facts: Facts) -> None:
     for original in (facts, empty_facts):
-        parsed = Facts.from_json(original.to_json())
-        assert parsed == original
-        assert parsed.digest == original.digest
+        parsed_facts = Facts.from_json(original.to_json())
+        assert parsed_facts == original
+        assert parsed_facts.digest == original.digest
     assert facts.digest != empty_facts.digest
 
 
@@ -109,8 +109,8 @@ def test_profiles_of_the_project_have_no_duplicate() -> None:
         assert [entry for entry, count in Counter(entries).items() if count > 1] == [], profile.name
 
 
-def write_profile(folder: Path, name: str, text: str) -> None:
-    (folder / f"{name}.toml").write_text(f'schema_version = 1\nabout = "a case"\n{text}')
+def write_profile(folder: Path, name: str, profile_text: str) -> None:
+    (folder / f"{name}.toml").write_text(f'schema_version = 1\nabout = "a case"\n{profile_text}')
 
 
 def test_profile_with_most_conditions_is_chosen(tmp_path: Path, empty_facts: Facts) -> None:
@@ -134,7 +134,7 @@ def test_profile_foresees_by_patterns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    "profile_text",
     [
         "[match]\ngpus = 1",
         '[substrate]\ncuda = ["soft"]',
@@ -143,8 +143,8 @@ def test_profile_foresees_by_patterns(tmp_path: Path) -> None:
         "[match",
     ],
 )
-def test_malformed_profile_is_refused(tmp_path: Path, text: str) -> None:
-    write_profile(tmp_path, "bad", text)
+def test_malformed_profile_is_refused(tmp_path: Path, profile_text: str) -> None:
+    write_profile(tmp_path, "bad", profile_text)
     with pytest.raises(UsageError) as error_info:
         load_profile("bad", folder=tmp_path)
     assert error_info.value.reason is Reason.MALFORMED

@@ -62,11 +62,11 @@ def folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def hold_nodes(
-    folder: Path, *options: str, user: str = "0", nodes: tuple[str, ...] = NODES, code: str = HOLD_FILES
+    folder: Path, *options: str, user: str = "0", nodes: tuple[str, ...] = NODES, program_text: str = HOLD_FILES
 ) -> Iterator[None]:
     """Run a process of a job that holds the nodes open until the block ends. `options` are options of unshare(1)."""
     prefix = ["unshare", *options] if options else []
-    command = [*prefix, sys.executable, "-c", code, user, *(str(folder / name) for name in nodes)]
+    command = [*prefix, sys.executable, "-c", program_text, user, *(str(folder / name) for name in nodes)]
     environ = {**os.environ, "SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0", "TOKEN": "of the job"}
     with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -103,7 +103,7 @@ def test_process_without_contexts_is_a_monitor(folder: Path) -> None:
 
 @needs(host.capability("CAP_SYS_ADMIN"), host.capability("CAP_SETUID"), host.program("unshare"))
 @pytest.mark.parametrize(
-    ("options", "user", "verdict", "expected"),
+    ("options", "user", "verdict", "expected_text"),
     [
         ((), "0", Verdict.PASS, "no two of one job"),
         (("--pid", "--fork"), "0", Verdict.FAIL, "another PID namespace"),
@@ -112,13 +112,13 @@ def test_process_without_contexts_is_a_monitor(folder: Path) -> None:
     ],
 )
 def test_real_processes_cannot_share_by_cuda_ipc(
-    folder: Path, tmp_path: Path, options: tuple[str, ...], user: str, verdict: Verdict, expected: str
+    folder: Path, tmp_path: Path, options: tuple[str, ...], user: str, verdict: Verdict, expected_text: str
 ) -> None:
     with hold_nodes(folder), hold_nodes(folder, *options, user=user):
         observation = observe_gpu_processes(folder=str(folder))
     assert len(parse_processes(observation)) == 2
     finding = rule_of("cuda-ipc-refused").apply(make_machine(tmp_path, observations={GPU_PROCESSES: observation}))
-    assert (finding.verdict, expected in finding.text) == (verdict, True), finding.text
+    assert (finding.verdict, expected_text in finding.text) == (verdict, True), finding.text
 
 
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
@@ -135,9 +135,9 @@ def test_unprivileged_reader_names_what_root_sees(folder: Path, tmp_path: Path) 
         diagnosis = diagnose(make_machine(tmp_path / verdict.value, observations={GPU_PROCESSES: observation}))
         (finding,) = [finding for finding in diagnosis.findings if finding.code == "cuda-ipc-refused"]
         assert finding.verdict is verdict
-        gap = observation.seen.get(NOT_READABLE)
-        assert gap is None or f"not seen: {gap}" in finding.text
-        expected_lines = [] if gap is None else [f"{gap} (cuda-ipc-refused, descriptors-low)"]
+        unreadable_text = observation.seen.get(NOT_READABLE)
+        assert unreadable_text is None or f"not seen: {unreadable_text}" in finding.text
+        expected_lines = [] if unreadable_text is None else [f"{unreadable_text} (cuda-ipc-refused, descriptors-low)"]
         assert [line for line in diagnosis.privileges if "CAP_SYS_PTRACE" in line] == expected_lines
 
 
@@ -146,9 +146,9 @@ OTHER_NAMESPACE = {"pid_namespace": 4026532801}
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "verdict"),
+    ("first_change", "second_change", "verdict"),
     [
-        # Two unrelated users, and a service of root beside a user.
+        # These are two unrelated users, and a service of root beside a user.
         ({"environment": {}}, {"environment": {}, "user_id": 1001}, Verdict.NOT_RUN),
         ({"environment": {}}, {"environment": {}, **OTHER_NAMESPACE}, Verdict.NOT_RUN),
         (
@@ -171,9 +171,11 @@ OTHER_NAMESPACE = {"pid_namespace": 4026532801}
     ],
 )
 def test_only_pid_namespaces_of_one_job_are_a_cause(
-    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], verdict: Verdict
+    tmp_path: Path, first_change: dict[str, Any], second_change: dict[str, Any], verdict: Verdict
 ) -> None:
-    finding = rule_of("cuda-ipc-refused").apply(make_machine(tmp_path, observations=make_gpu_processes(first, second)))
+    finding = rule_of("cuda-ipc-refused").apply(
+        make_machine(tmp_path, observations=make_gpu_processes(first_change, second_change))
+    )
     assert finding.verdict is verdict, finding.text
     assert "pid 4711 (python) and pid 4712 (python): " in finding.text
 
@@ -211,7 +213,8 @@ def test_capture_without_the_processes_stays_valid(tmp_path: Path) -> None:
     """Earlier versions wrote captures without this observation."""
     machine_without_processes = replace(make_machine(tmp_path), observations={})
     findings = {
-        code: rule_of(code).apply(machine_without_processes) for code in ("cuda-ipc-refused", "descriptors-low")
+        rule_code: rule_of(rule_code).apply(machine_without_processes)
+        for rule_code in ("cuda-ipc-refused", "descriptors-low")
     }
     assert findings["cuda-ipc-refused"].verdict is Verdict.NOT_RUN
     assert "were not read" in findings["cuda-ipc-refused"].text
@@ -242,8 +245,10 @@ def test_name_of_a_process_cannot_control_a_terminal(tmp_path: Path, program: st
 
 @needs(host.capability("CAP_SYS_PTRACE"))
 def test_name_set_by_a_process_is_escaped(folder: Path) -> None:
-    code = HOLD_FILES.replace("import os, sys", "import os, sys; open('/proc/self/comm', 'w').write('\\x1b[2Jx')")
-    with hold_nodes(folder, user=str(os.geteuid()), code=code):
+    program_text = HOLD_FILES.replace(
+        "import os, sys", "import os, sys; open('/proc/self/comm', 'w').write('\\x1b[2Jx')"
+    )
+    with hold_nodes(folder, user=str(os.geteuid()), program_text=program_text):
         observation = observe_gpu_processes(folder=str(folder))
     (title,) = observation.seen.keys() - {NOT_READABLE}
     assert "(\\x1b[2Jx)" in title

@@ -29,10 +29,10 @@ Max address space         unlimited            unlimited            bytes
 
 def write_tree(root: Path, files: Mapping[str, str], links: Mapping[str, str] | None = None) -> host.HostTree:
     """Write files and symbolic links below `root`, by their paths, and return a tree that reads them."""
-    for name, text in files.items():
+    for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(content)
     for name, target in (links or {}).items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,8 +204,8 @@ def test_cache_of_the_loader_is_read_in_order(tmp_path: Path) -> None:
 def test_truncated_loader_cache_gives_only_complete_entries(tmp_path: Path) -> None:
     complete_cache = make_loader_cache([("liba.so", "/a"), ("libb.so", "/b")])
     (tmp_path / "etc").mkdir()
-    for size in range(len(complete_cache)):
-        (tmp_path / "etc" / "ld.so.cache").write_bytes(complete_cache[:size])
+    for size_bytes in range(len(complete_cache)):
+        (tmp_path / "etc" / "ld.so.cache").write_bytes(complete_cache[:size_bytes])
         libraries = host.cached_libraries(host.HostTree(tmp_path))
         assert libraries.items() <= {"liba.so": ("/a",), "libb.so": ("/b",)}.items()
 

@@ -196,8 +196,8 @@ def test_bad_copied_tree_is_one_clear_error(tmp_path: Path) -> None:
 def test_h100_topology_has_the_expected_distances(captures: Path) -> None:
     pci_topology = topology(captured_machine(read_capture(captures / "oci-hpc" / "H100-topology.xml")))
     # In this file each GPU shares a switch with one dual-port NIC, and each CPU has four such pairs.
-    ports = ["0 1", "3 4", "5 6", "7 8", "9 10", "12 13", "14 15", "16 17"]
-    nics = [[f"mlx5_{index}" for index in pair.split()] for pair in ports]
+    nic_index_pairs = ["0 1", "3 4", "5 6", "7 8", "9 10", "12 13", "14 15", "16 17"]
+    nics = [[f"mlx5_{index}" for index in pair.split()] for pair in nic_index_pairs]
     names = [device.name for device in pci_topology.places if device.kind == "gpu"]
     assert names == [f"GPU{index}" for index in range(8)]
     assert {device.name for device in pci_topology.places if device.kind == "nic"} == set(itertools.chain(*nics))

@@ -64,8 +64,8 @@ def test_port_that_is_down_is_not_a_limit() -> None:
 
 
 def test_limit_of_an_idle_gpu_is_its_maximum_link(tmp_path: Path) -> None:
-    (speed,) = (name for name in HEALTHY_FILES if name.endswith(f"/{GPU}/current_link_speed"))
-    idle_machine = make_machine(tmp_path, files={speed: "2.5 GT/s PCIe\n"})
+    (speed_path,) = (name for name in HEALTHY_FILES if name.endswith(f"/{GPU}/current_link_speed"))
+    idle_machine = make_machine(tmp_path, files={speed_path: "2.5 GT/s PCIe\n"})
     assert compute_gpu_limit(idle_machine.facts) == 63.02
     limit = path_limit(topology(idle_machine), idle_machine.facts, ["GPU0"])
     assert limit is not None

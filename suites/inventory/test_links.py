@@ -44,7 +44,7 @@ def make_nic(index: int, *, rate: str = "400 Gb/sec (4X NDR)", state: str = "ACT
 
 @pytest.fixture
 def dgx_facts(tmp_path: Path) -> Facts:
-    """Facts about a DGX H100: eight ports with 400 Gbit/s, a slow storage port, and a storage port that is down."""
+    """Return facts about a DGX H100: eight ports with 400 Gbit/s, and two storage ports, one slow and one down."""
     facts = probe(HostTree(tmp_path / "empty"), query_apis=False)
     cuda_devices = tuple(
         CudaDeviceFacts(index, "NVIDIA H100 80GB HBM3", "", f"0000:{index:02x}:00.0", {}) for index in range(GPU_COUNT)
@@ -66,7 +66,7 @@ def dgx_facts(tmp_path: Path) -> Facts:
 def replace_gpu(facts: Facts, gpu: GpuLink) -> Facts:
     """Return facts in which this GPU replaces the GPU with the same address."""
     assert facts.nvml is not None
-    gpus = tuple(gpu if other.pci_bus_id == gpu.pci_bus_id else other for other in facts.nvml.gpus)
+    gpus = tuple(gpu if facts_gpu.pci_bus_id == gpu.pci_bus_id else facts_gpu for facts_gpu in facts.nvml.gpus)
     return replace(facts, nvml=replace(facts.nvml, gpus=gpus))
 
 
@@ -89,12 +89,14 @@ def test_degraded_gpu_links_are_named(dgx_facts: Facts) -> None:
     assert lanes.startswith("gpu_pcie_lanes: 7 of 8 have 16 (0000:05:00.0 has 8); source: https://")
 
 
-@pytest.mark.parametrize(("change", "text"), [({"state": "DOWN"}, "mlx5_0 port 1 has 0"), ({"rate": "100"}, "has 100")])
-def test_slow_or_inactive_port_is_named(dgx_facts: Facts, change: dict[str, str], text: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "expected_text"), [({"state": "DOWN"}, "mlx5_0 port 1 has 0"), ({"rate": "100"}, "has 100")]
+)
+def test_slow_or_inactive_port_is_named(dgx_facts: Facts, change: dict[str, str], expected_text: str) -> None:
     degraded_facts = replace(dgx_facts, rdma_devices=(make_nic(0, **change), *dgx_facts.rdma_devices[1:]))
     (shortfall,) = link_shortfalls(load_profile("dgx-h100").links, degraded_facts)
     assert shortfall.startswith("nic_gbit_per_s: 7 of 8 have 400")
-    assert text in shortfall
+    assert expected_text in shortfall
 
 
 def test_missing_nic_is_a_shortfall(dgx_facts: Facts) -> None:
@@ -132,8 +134,8 @@ def test_firmware_strings_are_read_from_sysfs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PUBLIC_PROFILES)
 def test_every_number_of_a_public_profile_has_a_url(name: str) -> None:
-    profile, inherited = load_profile(name), load_profile("any").expected
-    own_numbers = [number for number in profile.expected if number not in inherited]
+    profile, inherited_numbers = load_profile(name), load_profile("any").expected
+    own_numbers = [number for number in profile.expected if number not in inherited_numbers]
     assert profile.links
     assert own_numbers
     sources = [*(link.source for link in profile.links), *(number.source for number in own_numbers)]
@@ -155,9 +157,9 @@ def test_topology_of_oci_has_the_links_of_its_profile(captures: Path) -> None:
 @needs(host.captures)
 def test_infiniband_tree_has_the_ports_of_an_hgx(captures: Path) -> None:
     facts = captured_machine(read_capture(captures / "gpud" / "sys-class-infiniband-h100.0")).facts
-    (ports,) = (link for link in load_profile("dgx-h100").links if link.quantity == "nic_gbit_per_s")
-    assert link_shortfalls([ports], facts) == ()
-    assert "8 of 9 have 400 (mlx5_bond_0 port 1 has 200)" in link_shortfalls([replace(ports, count=9)], facts)[0]
+    (port_link,) = (link for link in load_profile("dgx-h100").links if link.quantity == "nic_gbit_per_s")
+    assert link_shortfalls([port_link], facts) == ()
+    assert "8 of 9 have 400 (mlx5_bond_0 port 1 has 200)" in link_shortfalls([replace(port_link, count=9)], facts)[0]
 
 
 PROFILE_START = "schema_version = 1\nabout = 'a machine'\n"
@@ -165,7 +167,7 @@ LINK = "[[links]]\nquantity = '{}'\nat_least = {}\ncount = {}\nsource = '{}'\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("text", "error_pattern"),
     [
         (LINK.format("gpu_fans", 1, 1, "x"), "quantity must be one of gpu_nvlinks, .*, not 'gpu_fans'"),
         (LINK.format("gpu_nvlinks", 0, 1, "x"), "out of range"),
@@ -177,12 +179,12 @@ LINK = "[[links]]\nquantity = '{}'\nat_least = {}\ncount = {}\nsource = '{}'\n"
         ("extends = 'c'", "the profile must be one of a, b, not 'c'"),
     ],
 )
-def test_malformed_links_and_extends_are_refused(tmp_path: Path, text: str, error: str) -> None:
+def test_malformed_links_and_extends_are_refused(tmp_path: Path, text: str, error_pattern: str) -> None:
     (tmp_path / "a.toml").write_text(PROFILE_START + text)
     (tmp_path / "b.toml").write_text(PROFILE_START + "extends = 'a'")
-    with pytest.raises(UsageError, match=error) as error_info:
+    with pytest.raises(UsageError, match=error_pattern) as error_info:
         load_profile("a", folder=tmp_path)
-    assert error_info.value.reason is Reason.MALFORMED or "'c'" in error
+    assert error_info.value.reason is Reason.MALFORMED or "'c'" in error_pattern
 
 
 def test_extended_profile_adds_to_the_entries_of_its_base(tmp_path: Path) -> None:

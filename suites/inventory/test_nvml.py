@@ -14,7 +14,7 @@ import pytest
 
 from gdrkit.errors import Reason
 
-QUERY = """
+QUERY_PROGRAM = """
 import json
 from gdrkit import host
 from gdrkit.errors import SetupMissing
@@ -32,7 +32,7 @@ def query_nvml(folder: Path) -> list[object]:
     # file.
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "LD_AUDIT": ""}
     result = subprocess.run(
-        [sys.executable, "-c", QUERY], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", QUERY_PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
     error_fields: list[object] = json.loads(result.stdout)
     return error_fields

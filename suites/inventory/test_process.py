@@ -1,4 +1,4 @@
-"""Detection whether the process that owns a handle still runs, with written files of procfs and with real processes."""
+"""Detection whether the owner process of a handle still runs, with synthetic procfs files and with real processes."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def test_process_in_another_container_is_unknown(tmp_path: Path) -> None:
 
 def test_real_process_is_running_until_it_ends() -> None:
     assert is_running(this_process()) is True
-    code = (
+    program = (
         "from gdrkit.host import this_process; i = this_process();"
         "print(i.boot_id.hex(), i.process_id, i.namespace, i.started_ticks, flush=True); input()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
-        boot, *numbers = child.stdout.readline().split()
+        boot_id_hex, *numbers = child.stdout.readline().split()
         process_id, namespace, start_ticks = map(int, numbers)
         owner = ProcessIdentity(
-            boot_id=bytes.fromhex(boot), process_id=process_id, namespace=namespace, started_ticks=start_ticks
+            boot_id=bytes.fromhex(boot_id_hex), process_id=process_id, namespace=namespace, started_ticks=start_ticks
         )
         assert is_running(owner) is True
         child.communicate("\n")
@@ -84,8 +84,13 @@ def test_real_process_is_running_until_it_ends() -> None:
 
 
 def test_starvation_is_that_of_the_longest_waiting_thread(tmp_path: Path) -> None:
-    for thread, text in {"77": "5000 1500000000 9\n", "78": "0 2500000000 1\n", "79": "strange", "80": ""}.items():
-        (tmp_path / "proc/77/task" / thread).mkdir(parents=True)
-        (tmp_path / "proc/77/task" / thread / "schedstat").write_text(text)
+    for thread_id, schedstat in {
+        "77": "5000 1500000000 9\n",
+        "78": "0 2500000000 1\n",
+        "79": "strange",
+        "80": "",
+    }.items():
+        (tmp_path / "proc/77/task" / thread_id).mkdir(parents=True)
+        (tmp_path / "proc/77/task" / thread_id / "schedstat").write_text(schedstat)
     assert starved_s(77, HostTree(tmp_path)) == 2.5
     assert starved_s(78, HostTree(tmp_path)) == 0

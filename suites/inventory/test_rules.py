@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from inventory.healthy_machine import GPU, make_machine
 from inventory.rule_examples import (
-    CLIENT_FILE,
     FAILING_EXAMPLES,
     HCA_FOLDER,
     NO_PEER_MEMORY_FILES,
     NO_RDMA_FILES,
     PASSING_EXAMPLES,
+    PEER_MEMORY_CLIENT_FILE,
     make_failed_driver_open,
 )
 
@@ -44,29 +44,29 @@ CODES = [rule.code for rule in RULES if rule.code not in CODES_WITH_EXPERIMENT]
 NOT_APPLICABLE = {"ats-off-in-vm", "driver-open"}
 
 
-def apply_rule(root: Path, code: str, changes: dict[str, Any]) -> Finding:
+def apply_rule(root: Path, rule_code: str, changes: dict[str, Any]) -> Finding:
     """Return the finding of a rule on the correct host with changes."""
-    return rule_of(code).apply(make_machine(root, **changes))
+    return rule_of(rule_code).apply(make_machine(root, **changes))
 
 
-@pytest.mark.parametrize("code", [code for code in CODES if code not in NOT_APPLICABLE])
-def test_rule_passes_on_the_correct_host(tmp_path: Path, code: str) -> None:
-    finding = apply_rule(tmp_path, code, {})
+@pytest.mark.parametrize("rule_code", [rule_code for rule_code in CODES if rule_code not in NOT_APPLICABLE])
+def test_rule_passes_on_the_correct_host(tmp_path: Path, rule_code: str) -> None:
+    finding = apply_rule(tmp_path, rule_code, {})
     assert (finding.verdict, finding.what_to_do) == (Verdict.PASS, ""), finding.text
     assert finding.read
 
 
-@pytest.mark.parametrize(("code", "name"), PASSING_EXAMPLES)
-def test_rule_passes_on_a_variant(tmp_path: Path, code: str, name: str) -> None:
-    finding = apply_rule(tmp_path, code, PASSING_EXAMPLES[code, name])
+@pytest.mark.parametrize(("rule_code", "example_name"), PASSING_EXAMPLES)
+def test_rule_passes_on_a_variant(tmp_path: Path, rule_code: str, example_name: str) -> None:
+    finding = apply_rule(tmp_path, rule_code, PASSING_EXAMPLES[rule_code, example_name])
     assert finding.verdict is Verdict.PASS, finding.text
 
 
-@pytest.mark.parametrize(("code", "name"), FAILING_EXAMPLES)
-def test_rule_fails_on_a_variant(tmp_path: Path, code: str, name: str) -> None:
-    finding = apply_rule(tmp_path, code, FAILING_EXAMPLES[code, name])
+@pytest.mark.parametrize(("rule_code", "example_name"), FAILING_EXAMPLES)
+def test_rule_fails_on_a_variant(tmp_path: Path, rule_code: str, example_name: str) -> None:
+    finding = apply_rule(tmp_path, rule_code, FAILING_EXAMPLES[rule_code, example_name])
     assert finding.verdict is Verdict.FAIL, finding.text
-    assert finding.what_to_do == rule_of(code).remedy
+    assert finding.what_to_do == rule_of(rule_code).remedy
     assert finding.read or finding.text
 
 
@@ -96,8 +96,8 @@ def test_bar1_beyond_the_direct_map_is_undecided(tmp_path: Path) -> None:
 
 def test_configuration_of_the_kernel_is_decompressed_in_part(tmp_path: Path) -> None:
     """A capture may hold 64 MiB of text in 64 KiB of gzip data."""
-    text = b"CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x28\n" + bytes(64 * MIB)
-    changes = {"/boot/config-6.8.0-60-generic": None, "/proc/config.gz": gzip.compress(text)}
+    kernel_config = b"CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x28\n" + bytes(64 * MIB)
+    changes = {"/boot/config-6.8.0-60-generic": None, "/proc/config.gz": gzip.compress(kernel_config)}
     files = PASSING_EXAMPLES["kaslr-p2pdma", "a large padding"]["files"] | changes
     correct_host = make_machine(tmp_path, files=files)
     tracemalloc.start()
@@ -111,7 +111,7 @@ def test_configuration_of_the_kernel_is_decompressed_in_part(tmp_path: Path) -> 
 
 
 def test_p2pmem_folder_without_memory_proves_no_mapping(tmp_path: Path) -> None:
-    """Linux makes the folder before it maps the memory, and keeps it if the mapping fails (pci_p2pdma_add_resource)."""
+    """Linux creates the folder before the mapping, and keeps it if the mapping fails (pci_p2pdma_add_resource)."""
     changes = PASSING_EXAMPLES["kaslr-p2pdma", "P2PDMA has mapped it"]
     files = {name: "0\n" if name.endswith("/p2pmem/size") else text for name, text in changes["files"].items()}
     finding = apply_rule(tmp_path, "kaslr-p2pdma", {"files": files})
@@ -127,7 +127,10 @@ def test_call_that_never_returned_shows_no_descriptor_0(tmp_path: Path) -> None:
 def test_peermem_that_nothing_lists_is_undecided(tmp_path: Path, name: str) -> None:
     """A module that was built without peer memory is never loaded, because its nv_mem_client_init() returns EINVAL."""
     path = {"memory_peers/amdkfd/version": "/sys/kernel/mm", "holders/ib_uverbs": "/sys/module/ib_core"}.get(name)
-    changes = {"files": {CLIENT_FILE: None} | ({f"{path}/{name}": ""} if path else {}), "facts": {"routes": ()}}
+    changes = {
+        "files": {PEER_MEMORY_CLIENT_FILE: None} | ({f"{path}/{name}": ""} if path else {}),
+        "facts": {"routes": ()},
+    }
     finding = apply_rule(tmp_path, "peermem-refused", changes)
     assert (finding.verdict, "nvidia_peermem is loaded" in finding.text) == (Verdict.UNPROVEN, True), finding.text
 
@@ -147,50 +150,50 @@ def test_old_nic_beside_a_newer_one_is_undecided(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "name"),
+    ("rule_code", "example_name"),
     [key for key in FAILING_EXAMPLES if key[0] == "gpu-too-old"],
 )
-def test_old_gpu_without_a_nic_is_not_judged(tmp_path: Path, code: str, name: str) -> None:
+def test_old_gpu_without_a_nic_is_not_judged(tmp_path: Path, rule_code: str, example_name: str) -> None:
     """A machine with an old GPU or driver, nvidia-fs and no RDMA device has no defect."""
-    changes = FAILING_EXAMPLES[code, name]
+    changes = FAILING_EXAMPLES[rule_code, example_name]
     changes = changes | {
         "files": changes.get("files", {}) | NO_RDMA_FILES,
         "links": {f"{HCA_FOLDER}/device": None},
         "facts": changes.get("facts", {}) | {"verbs": None},
     }
-    finding = apply_rule(tmp_path, code, changes)
+    finding = apply_rule(tmp_path, rule_code, changes)
     assert (finding.verdict, finding.text) == (Verdict.NOT_RUN, "no RDMA device here")
 
 
-@pytest.mark.parametrize(("code", "name"), [key for key in FAILING_EXAMPLES if key[0] == "nic-too-old"])
-def test_old_nic_without_a_gpu_is_not_judged(tmp_path: Path, code: str, name: str) -> None:
+@pytest.mark.parametrize(("rule_code", "example_name"), [key for key in FAILING_EXAMPLES if key[0] == "nic-too-old"])
+def test_old_nic_without_a_gpu_is_not_judged(tmp_path: Path, rule_code: str, example_name: str) -> None:
     """A storage server with an old NIC and no GPU has no defect."""
-    changes = FAILING_EXAMPLES[code, name]
+    changes = FAILING_EXAMPLES[rule_code, example_name]
     changes = changes | {
         "links": changes.get("links", {}) | {f"/sys/bus/pci/devices/{GPU}": None},
         "facts": {"cuda": None, "routes": ()},
     }
-    finding = apply_rule(tmp_path, code, changes)
+    finding = apply_rule(tmp_path, rule_code, changes)
     assert (finding.verdict, finding.text) == (Verdict.NOT_RUN, "no GPU here")
 
 
 def test_every_rule_has_a_passing_and_a_failing_tree(capsys: pytest.CaptureFixture[str]) -> None:
-    passing_codes = {code for code, _ in PASSING_EXAMPLES} | (set(CODES) - NOT_APPLICABLE)
-    failing_codes = {code for code, _ in FAILING_EXAMPLES}
+    passing_codes = {rule_code for rule_code, _ in PASSING_EXAMPLES} | (set(CODES) - NOT_APPLICABLE)
+    failing_codes = {rule_code for rule_code, _ in FAILING_EXAMPLES}
     with capsys.disabled():
         print("\npassing trees:", *sorted(passing_codes))  # noqa: T201 - for the reader of the log.
         print("failing trees:", *sorted(failing_codes))  # noqa: T201
     assert passing_codes == failing_codes == set(CODES)
 
 
-@pytest.mark.parametrize(("code", "name"), FAILING_EXAMPLES)
-def test_cause_is_found_on_a_replayed_capture(tmp_path: Path, code: str, name: str) -> None:
-    correct_host = make_machine(tmp_path / "host", **FAILING_EXAMPLES[code, name])
+@pytest.mark.parametrize(("rule_code", "example_name"), FAILING_EXAMPLES)
+def test_cause_is_found_on_a_replayed_capture(tmp_path: Path, rule_code: str, example_name: str) -> None:
+    correct_host = make_machine(tmp_path / "host", **FAILING_EXAMPLES[rule_code, example_name])
     correct_host = replace(correct_host, files=Recorder(correct_host.files))
-    finding = rule_of(code).apply(correct_host)
+    finding = rule_of(rule_code).apply(correct_host)
     write_capture(tmp_path / "capture.json", correct_host.capture())
     replayed_machine = captured_machine(read_capture(tmp_path / "capture.json"))
-    assert (finding.verdict, rule_of(code).apply(replayed_machine)) == (Verdict.FAIL, finding)
+    assert (finding.verdict, rule_of(rule_code).apply(replayed_machine)) == (Verdict.FAIL, finding)
 
 
 def test_replayed_capture_of_the_correct_host_is_silent(tmp_path: Path) -> None:
@@ -235,4 +238,4 @@ def test_unreadable_files_are_reported_and_not_judged(tmp_path: Path) -> None:
     assert finding.verdict is Verdict.NOT_RUN
     assert "cannot be read" in finding.text
     assert rule_of("acs-redirect").privilege
-    assert "/run/udev/data/b259:1" in {item.path for item in diagnose(healthy_host).unreadable}
+    assert "/run/udev/data/b259:1" in {unreadable_file.path for unreadable_file in diagnose(healthy_host).unreadable}

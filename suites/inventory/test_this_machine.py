@@ -36,7 +36,7 @@ NIC_CAUSES = {
     "stale-key",
     "missing-flush",
 }
-# Texts by which the doctor reports a missing part, each with the path that does not exist then.
+# The doctor reports each missing part by one of these texts. Then the path does not exist.
 PATH_OF_MISSING_PART = {
     "no NVIDIA driver": "/proc/driver/nvidia/version",
     "no RDMA device": "/sys/class/infiniband",
@@ -115,16 +115,18 @@ def test_topology_has_every_gpu(results: tuple[dict[str, Any], ...], evidence: E
 def test_doctor_raises_no_false_alarm(results: tuple[dict[str, Any], ...], evidence: Evidence) -> None:
     _, _, diagnosis = results
     evidence["doctor"] = diagnosis
-    failed = {finding["code"] for finding in diagnosis["findings"] if finding["verdict"] == "fail"}
-    evidence["causes that are here"] = sorted(failed)
+    failed_codes = {finding["code"] for finding in diagnosis["findings"] if finding["verdict"] == "fail"}
+    evidence["causes that are here"] = sorted(failed_codes)
     evidence["missing"] = diagnosis["missing"]
-    for text, path in PATH_OF_MISSING_PART.items():
-        assert (text in diagnosis["missing"]) == (not is_present(path)), text
+    for missing_part, path in PATH_OF_MISSING_PART.items():
+        assert (missing_part in diagnosis["missing"]) == (not is_present(path)), missing_part
     if "no RDMA device" in diagnosis["missing"]:
-        assert not failed & NIC_CAUSES
+        assert not failed_codes & NIC_CAUSES
     if "no NVIDIA GPU on PCI" in diagnosis["missing"] and "no NVIDIA driver" in diagnosis["missing"]:
-        assert not failed
+        assert not failed_codes
     elif not is_present("/run/udev/data"):
-        assert "udev-database" in failed
+        assert "udev-database" in failed_codes
     for finding in diagnosis["findings"]:
-        assert finding["verdict"] == "not_run" or finding["read"], f"{finding['code']} judges without having read"
+        assert finding["verdict"] == "not_run" or finding["read"], (
+            f"{finding['code']} has a verdict and has read nothing"
+        )

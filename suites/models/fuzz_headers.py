@@ -1,7 +1,8 @@
 """Fuzz target of the parser of safetensors headers: ``python -m models.fuzz_headers --seconds 10``.
 
-The parser may refuse a text with its documented error. If it accepts one, the entries equal the result of Python's
-parser of JSON. They cover the data without a gap, and a header that is packed from them is parsed to the same entries.
+The parser may refuse a text with its documented error. If the parser accepts the text, its entries equal the result
+of Python's parser of JSON. The entries cover the data without a gap, and a header that is packed from the entries is
+parsed to the same entries.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gdrkit.safetensors import ELEMENT_TYPES, header
 __all__ = ["TARGETS"]
 
 _DATA_BYTES = 64
-_VALID = json.dumps(
+_VALID_HEADER = json.dumps(
     {
         "__metadata__": {"format": "pt"},
         "a": {"dtype": "BF16", "shape": [4, 4], "data_offsets": [0, 32]},
@@ -69,15 +70,15 @@ def _check(data: bytes) -> None:
         assert (entry.end - entry.begin) * 8 == math.prod(entry.shape) * ELEMENT_TYPES[entry.dtype].bits, name
         data_offset = entry.end
     assert data_offset == _DATA_BYTES
-    text = header.pack_header(parsed_header.tensors.items(), parsed_header.metadata)[8:]
-    reparsed_header = header.parse_header(text, data_bytes=_DATA_BYTES, path="model.safetensors")
+    packed_header = header.pack_header(parsed_header.tensors.items(), parsed_header.metadata)[8:]
+    reparsed_header = header.parse_header(packed_header, data_bytes=_DATA_BYTES, path="model.safetensors")
     assert (reparsed_header.tensors, reparsed_header.metadata) == (parsed_header.tensors, parsed_header.metadata)
 
 
 TARGETS = {
     "header": fuzz.FuzzTarget(
         _check,
-        [_VALID, _VALID + b"   ", b'{"x":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}'],
+        [_VALID_HEADER, _VALID_HEADER + b"   ", b'{"x":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}'],
         (header,),
         change_count_range=(1, 5),
         alphabet=b'0123456789[]{},:"ef-',

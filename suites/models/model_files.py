@@ -34,8 +34,8 @@ class ModelFile(NamedTuple):
 
 def pack_file(header: Any, data: bytes = b"") -> bytes:  # noqa: ANN401 - any JSON value, or text.
     """Return a file with this header, which is a JSON value or the text itself."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
+    header_text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(header_text)) + header_text + data
 
 
 def compute_tensor_bytes(dtype: str, shape: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""A child that is forked while a thread of the parent loads a model file: it waits for no lock of the parent."""
+"""A child that is forked while a thread of the parent loads a model file waits for no lock of the parent."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def test_load_is_closed_in_a_forked_child(tmp_path: Path, seed: int) -> None:
 
 def test_file_is_read_in_a_forked_child(tmp_path: Path, seed: int) -> None:
     file = write_model(tmp_path / "model", TENSORS, seed=seed)
-    with safe_open(file.path, "dlpack") as opened:
+    with safe_open(file.path, "dlpack") as open_file:
 
         def read_in_child() -> None:
-            assert opened.get_tensors()["a"].read() == file.tensors["a"]
+            assert open_file.get_tensors()["a"].read() == file.tensors["a"]
 
-        with hold_in_another_thread(get_lock(opened)):
+        with hold_in_another_thread(get_lock(open_file)):
             assert run_in_forked_child(read_in_child) == 0
         read_in_child()

@@ -52,7 +52,7 @@ def test_packed_header_is_padded_and_read_again() -> None:
     [
         ([("a", TensorEntry("U8", (1,), 0, 1))] * 2, None, "'a' occurs twice"),
         ([("__metadata__", TensorEntry("U8", (1,), 0, 1))], None, "no tensor may be named '__metadata__'"),
-        ([], {"k": 1}, "whose values are texts"),
+        ([], {"k": 1}, "must have texts as keys and values"),
     ],
     ids=["twice", "reserved", "metadata"],
 )

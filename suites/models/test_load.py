@@ -125,9 +125,9 @@ def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, device_argument: 
     nested = [[elements[(i * 8 + j) * 6 : (i * 8 + j) * 6 + 6] for j in range(8)] for i in range(4)]
     expected_elements, part_shape = slice_lists(nested, shape, index)
     with safe_open(model.path, "dlpack", device_argument) as file:
-        part = file.get_slice("w")
-        assert (part.get_shape(), part.get_dtype()) == ([4, 8, 6], "I16")
-        tensor = part[index]
+        tensor_slice = file.get_slice("w")
+        assert (tensor_slice.get_shape(), tensor_slice.get_dtype()) == ([4, 8, 6], "I16")
+        tensor = tensor_slice[index]
     assert tensor.shape == part_shape
     assert memoryview(tensor.read()).cast("h").tolist() == expected_elements
     loaded_tensors = load_files(
@@ -141,18 +141,18 @@ def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, device_argument: 
 def slice_lists(
     nested: list[list[list[int]]], shape: tuple[int, ...], index: object
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the elements and the shape of `nested[index]`. They are the expected result, computed with lists."""
-    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
-    if ... in items:
-        ellipsis_index = items.index(...)
-        items[ellipsis_index : ellipsis_index + 1] = [slice(None)] * (len(shape) - len(items) + 1)
-    items += [slice(None)] * (len(shape) - len(items))
+    """Return the elements and the shape of `nested[index]`, the expected result, which is computed with lists."""
+    index_items: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    if ... in index_items:
+        ellipsis_index = index_items.index(...)
+        index_items[ellipsis_index : ellipsis_index + 1] = [slice(None)] * (len(shape) - len(index_items) + 1)
+    index_items += [slice(None)] * (len(shape) - len(index_items))
     selected_indexes = [
         range(size)[item] if isinstance(item, slice) else [range(size)[item]]
-        for item, size in zip(items, shape, strict=True)
+        for item, size in zip(index_items, shape, strict=True)
     ]
     part_shape = tuple(
-        len(chosen) for chosen, item in zip(selected_indexes, items, strict=True) if isinstance(item, slice)
+        len(indexes) for indexes, item in zip(selected_indexes, index_items, strict=True) if isinstance(item, slice)
     )
     return [
         nested[i][j][k] for i in selected_indexes[0] for j in selected_indexes[1] for k in selected_indexes[2]
@@ -231,11 +231,11 @@ def test_each_device_loads_its_own_selection(tmp_path: Path, seed: int) -> None:
         assert {tensor.device_index for tensor in tensors.values()} == {rank}
     assert loaded_tensors[0].report.bytes == 2 * 6006 + 2 * 2 * 28
     assert loaded_tensors[0].report.peer_bytes == 0
-    whole_first, half_second = load_files(
+    whole_tensors, half_tensors = load_files(
         paths, ["cuda:0", "cuda:1"], framework="dlpack", select=[None, selections[1]], own_memory=True
     )
-    assert read_tensors(whole_first) == expected_tensors
-    assert read_tensors(half_second) == read_tensors(loaded_tensors[1])
+    assert read_tensors(whole_tensors) == expected_tensors
+    assert read_tensors(half_tensors) == read_tensors(loaded_tensors[1])
 
 
 @needs(cuda.device(count_min=2))
@@ -404,11 +404,11 @@ def test_cancelled_load_frees_everything(tmp_path: Path, seed: int, device_argum
     assert reasons in ([], [Reason.CANCELLED])
     assert handles.live().get("gds.file", 0) == 0
 
-    def stop(*_bytes: int) -> None:
+    def interrupt_load(*_bytes: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        load_file(model.path, device_argument, framework="dlpack", on_progress=stop)
+        load_file(model.path, device_argument, framework="dlpack", on_progress=interrupt_load)
     assert handles.live().get("gds.file", 0) == 0
 
 

@@ -1,4 +1,4 @@
-"""Model files as tensors of torch on the CPU, beside the library safetensors, and transformers that loads by gdrkit."""
+"""Model files as tensors of torch on the CPU, compared with safetensors, and the library transformers with gdrkit."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_tensors_outlive_the_dict(tmp_path: Path, seed: int) -> None:
 @NEEDS_SAFETENSORS
 def test_saved_file_is_that_of_safetensors(tmp_path: Path, seed: int) -> None:
     torch_functions = importlib.import_module("safetensors.torch")
-    types = [entry for entry in EVERY_TYPE if not entry[1].startswith("F6_")]
-    loaded_tensors = safetensors.load_file(write_model(tmp_path / "model", types, seed=seed).path)
+    tensors = [entry for entry in EVERY_TYPE if not entry[1].startswith("F6_")]
+    loaded_tensors = safetensors.load_file(write_model(tmp_path / "model", tensors, seed=seed).path)
     safetensors.save_file(loaded_tensors, tmp_path / "ours", {"k": "v"})
     torch_functions.save_file(dict(loaded_tensors), tmp_path / "theirs", {"k": "v"})
     assert get_tensor_bytes(safetensors.load_file(tmp_path / "theirs")) == get_tensor_bytes(loaded_tensors)
@@ -76,14 +76,14 @@ def test_patch_replaces_the_functions_and_restores_them(tmp_path: Path, seed: in
     library, torch_functions = importlib.import_module("safetensors"), importlib.import_module("safetensors.torch")
     originals = (library.safe_open, torch_functions.safe_open, torch_functions.load_file)
     model = write_model(tmp_path / "model", [("a", "F32", (8, 3))], seed=seed)
-    expected = torch_functions.load_file(model.path)["a"]
+    expected_tensor = torch_functions.load_file(model.path)["a"]
     with safetensors.patch():
         assert issubclass(library.safe_open, safetensors.safe_open)
         assert isinstance(torch_functions.load_file(model.path, device="cpu"), safetensors.LoadedTensors)
         with library.safe_open(model.path, framework="pt", device="cpu") as file:
-            assert file.get_tensor("a").equal(expected)
-            assert file.get_slice("a")[...].equal(expected)
-            assert file.get_slice("a")[2:4, 1:].equal(expected[2:4, 1:])
+            assert file.get_tensor("a").equal(expected_tensor)
+            assert file.get_slice("a")[...].equal(expected_tensor)
+            assert file.get_slice("a")[2:4, 1:].equal(expected_tensor[2:4, 1:])
         with pytest.raises(UsageError) as error_info, safetensors.patch():
             pass
         assert error_info.value.reason is Reason.BUSY
@@ -102,9 +102,9 @@ def test_transformers_loads_a_small_model_by_gdrkit(tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     tokens = torch.arange(12).reshape(1, 12)
     with torch.no_grad():
-        expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")(tokens).logits
+        expected_logits = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")(tokens).logits
         with safetensors.patch():
-            opener = sys.modules["transformers.modeling_utils"].safe_open
-            assert issubclass(opener, safetensors.safe_open)
+            patched_opener = sys.modules["transformers.modeling_utils"].safe_open
+            assert issubclass(patched_opener, safetensors.safe_open)
             model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
-        assert model(tokens).logits.equal(expected)
+        assert model(tokens).logits.equal(expected_logits)

@@ -59,19 +59,23 @@ def test_argument_widths_match_the_header(name: str) -> None:
 
 @NEEDS_NCCL
 def test_enumerations_match_the_header() -> None:
-    numbers = {name.lower(): int(number) for name, number in re.findall(r"\bnccl(\w+)\s*=\s*(\d+)\b", read_header())}
-    assert {data_type.name.lower(): numbers[data_type.name.lower()] for data_type in nccl.DataType} == {
+    number_by_name = {
+        name.lower(): int(number) for name, number in re.findall(r"\bnccl(\w+)\s*=\s*(\d+)\b", read_header())
+    }
+    assert {data_type.name.lower(): number_by_name[data_type.name.lower()] for data_type in nccl.DataType} == {
         data_type.name.lower(): data_type.value for data_type in nccl.DataType
     }
     short_names = {"SUM": "sum", "PRODUCT": "prod", "MAXIMUM": "max", "MINIMUM": "min", "AVERAGE": "avg"}
-    assert [numbers[short_names[operation.name]] for operation in nccl.ReduceOperation] == list(nccl.ReduceOperation)
+    assert [number_by_name[short_names[operation.name]] for operation in nccl.ReduceOperation] == list(
+        nccl.ReduceOperation
+    )
     for status, name in enumerate(_nccl.STATUS_NAMES):
-        assert numbers[name.removeprefix("nccl").lower()] == status
+        assert number_by_name[name.removeprefix("nccl").lower()] == status
 
 
 @NEEDS_NCCL
 def test_communicator_ids_are_unique() -> None:
-    # NCCL keeps a thread for each id, so another process creates them.
+    # NCCL keeps a thread for each id, so another process creates the ids.
     program = "from gdrkit import nccl; print(*nccl.library_version(), *(nccl.create_unique_id().hex() for _ in '12'))"
     output = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S)
     major, _minor, _patch, first_id, second_id = output.stdout.decode().split()
@@ -97,15 +101,15 @@ def test_failure_is_an_error_with_call_status_and_message(tmp_path: Path) -> Non
 
 @needs(cuda.device())
 @pytest.mark.parametrize(
-    ("rank", "unique_id", "text"),
+    ("rank", "unique_id", "message"),
     [(2, bytes(128), "rank must be 0 to 1, not 2"), (0, bytes(127), "unique_id must have 128 bytes, not 127")],
     ids=["rank", "unique-id"],
 )
 def test_bad_communicator_is_refused_without_the_library(
-    device: Device, rank: int, unique_id: bytes, text: str
+    device: Device, rank: int, unique_id: bytes, message: str
 ) -> None:
     handles_before = live()
-    with pytest.raises(UsageError, match=re.escape(text)):
+    with pytest.raises(UsageError, match=re.escape(message)):
         nccl.Communicator(device, rank=rank, ranks_count=2, unique_id=unique_id)
     assert live() == handles_before
 

@@ -15,9 +15,9 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["GDRKIT", "TWIN_HOLDER_COMMAND", "read_address", "scrape", "start_gdrkit"]
+__all__ = ["GDRKIT_COMMAND", "TWIN_HOLDER_COMMAND", "read_address", "scrape", "start_gdrkit"]
 
-GDRKIT = [sys.executable, "-m", "gdrkit"]
+GDRKIT_COMMAND = [sys.executable, "-m", "gdrkit"]
 # A process on twins that holds memory regions, queue pairs and dma-bufs on command; see twin_holder.py.
 TWIN_HOLDER_COMMAND = (
     *("gdrkit", "run", "--software", "--isolated", "--quiet", "--"),
@@ -26,7 +26,7 @@ TWIN_HOLDER_COMMAND = (
 
 
 def scrape(address: str) -> dict[str, float]:
-    """Return the value of each sample by its name and labels, as they are in the text of the server."""
+    """Return the value of each sample. The key is the name with the labels, as in the text of the server."""
     with urllib.request.urlopen(address, timeout=10) as reply:  # noqa: S310 - an address of this test.
         lines = reply.read().decode().splitlines()
     samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
@@ -36,7 +36,9 @@ def scrape(address: str) -> dict[str, float]:
 @contextlib.contextmanager
 def start_gdrkit(*command: str) -> Iterator[subprocess.Popen[str]]:
     """Run a command of gdrkit, end it by SIGTERM, and require exit code 0."""
-    with subprocess.Popen([*GDRKIT, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*GDRKIT_COMMAND, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:

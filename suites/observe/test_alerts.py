@@ -36,28 +36,30 @@ def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: N
     write_short_rules(tmp_path)
     with contextlib.ExitStack() as stack:
         # With the default limit of entries, the cache could be full before the alert fires.
-        leaking = stack.enter_context(RegionCache([nic], regions_max=100_000))
-        steady = stack.enter_context(RegionCache([nic], regions_max=1))
-        for name, cache in (("leaking", leaking), ("steady", steady)):
+        leaking_cache = stack.enter_context(RegionCache([nic], regions_max=100_000))
+        steady_cache = stack.enter_context(RegionCache([nic], regions_max=1))
+        for name, cache in (("leaking", leaking_cache), ("steady", steady_cache)):
             stack.enter_context(monitor.watch("cache", cache.statistics, name=name))
         server = stack.enter_context(monitor.serve_metrics("127.0.0.1", 0))
-        stop = threading.Event()
-        worker = threading.Thread(target=leak, args=(device, leaking, steady, stop))
+        stop_event = threading.Event()
+        worker = threading.Thread(target=lease_until_stopped, args=(device, leaking_cache, steady_cache, stop_event))
         worker.start()
         try:
             assert wait_for_alerts(tmp_path, server.address, {"GdrkitCacheGrows"}, "name") == {"leaking"}
         finally:
-            stop.set()
+            stop_event.set()
             worker.join()
 
 
-def leak(device: Device, leaking: RegionCache, steady: RegionCache, stop: threading.Event) -> None:
-    """Register 100 allocations per second in both caches, until `stop` is set. Then free the memory."""
+def lease_until_stopped(
+    device: Device, leaking_cache: RegionCache, steady_cache: RegionCache, stop_event: threading.Event
+) -> None:
+    """Register 100 allocations per second in both caches, until `stop_event` is set. Then free the memory."""
     with contextlib.ExitStack() as stack:
-        while not stop.wait(0.01):
+        while not stop_event.wait(0.01):
             memory = stack.enter_context(device.allocate(4096))
-            leaking.lease(memory).close()
-            steady.lease(memory).close()
+            leaking_cache.lease(memory).close()
+            steady_cache.lease(memory).close()
 
 
 @needs(host.program("prometheus"), software(Api.VERBS), software(Api.CUDA))
@@ -66,17 +68,17 @@ def test_prometheus_warns_of_the_process_that_leaks(tmp_path: Path) -> None:
     write_short_rules(tmp_path)
     with (
         start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0.1") as process,
-        LineChild(*TWIN_HOLDER_COMMAND) as healthy,
-        LineChild(*TWIN_HOLDER_COMMAND) as leaking,
+        LineChild(*TWIN_HOLDER_COMMAND) as healthy_child,
+        LineChild(*TWIN_HOLDER_COMMAND) as leaking_child,
     ):
-        healthy.read_line()
-        process_id = leaking.read_line()
+        healthy_child.read_line()
+        process_id = leaking_child.read_line()
         for line in (f"hold {HELD_COUNT}", f"cycle {CYCLE_COUNT}"):
-            healthy.write_line(line)
-            healthy.expect_line("done")
-        leaking.write_line("leak")
-        names = {"GdrkitRegionsGrow", "GdrkitDmabufsGrow"}
-        assert wait_for_alerts(tmp_path, read_address(process.stdout), names, "pid") == {process_id}
+            healthy_child.write_line(line)
+            healthy_child.expect_line("done")
+        leaking_child.write_line("leak")
+        alert_names = {"GdrkitRegionsGrow", "GdrkitDmabufsGrow"}
+        assert wait_for_alerts(tmp_path, read_address(process.stdout), alert_names, "pid") == {process_id}
 
 
 def write_short_rules(folder: Path) -> None:
@@ -85,7 +87,7 @@ def write_short_rules(folder: Path) -> None:
     (folder / "rules.yml").write_text(rules.replace("[5m]", "[4s]"))
 
 
-def wait_for_alerts(folder: Path, address: str, names: set[str], label: str) -> set[str]:
+def wait_for_alerts(folder: Path, address: str, alert_names: set[str], label: str) -> set[str]:
     """Run Prometheus until all these alerts have fired, and return the values of a label in any of them."""
     (folder / "prometheus.yml").write_text(
         json.dumps(
@@ -106,20 +108,20 @@ def wait_for_alerts(folder: Path, address: str, names: set[str], label: str) -> 
     ):
         try:
             deadline_s = time.monotonic() + 150
-            fired = set[tuple[str, str]]()
+            fired_alerts = set[tuple[str, str]]()
             while time.monotonic() < deadline_s:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     prometheus.wait(0.5)
-                fired |= query_fired_alerts(f"http://127.0.0.1:{port}/api/v1/alerts", names, label)
-                if {name for name, _ in fired} == names:
-                    return {value for _, value in fired}
+                fired_alerts |= query_fired_alerts(f"http://127.0.0.1:{port}/api/v1/alerts", alert_names, label)
+                if {name for name, _ in fired_alerts} == alert_names:
+                    return {value for _, value in fired_alerts}
         finally:
             prometheus.terminate()
             prometheus.wait(30)
     pytest.fail((folder / "prometheus.log").read_text()[-2000:])
 
 
-def query_fired_alerts(url: str, names: set[str], label: str) -> set[tuple[str, str]]:
+def query_fired_alerts(url: str, alert_names: set[str], label: str) -> set[tuple[str, str]]:
     """Return the name and the label of each of these alerts that fires."""
     try:
         with urllib.request.urlopen(url, timeout=10) as reply:  # noqa: S310 - an address of this test.
@@ -129,7 +131,7 @@ def query_fired_alerts(url: str, names: set[str], label: str) -> set[tuple[str, 
     return {
         (alert["labels"]["alertname"], alert["labels"][label])
         for alert in alerts
-        if alert["labels"]["alertname"] in names and alert["state"] == "firing"
+        if alert["labels"]["alertname"] in alert_names and alert["state"] == "firing"
     }
 
 

@@ -39,11 +39,11 @@ from gdrkit.verbs import Nic
 with contextlib.ExitStack() as stack:
     nic = stack.enter_context(Nic.open("twin0"))
     queue = stack.enter_context(nic.completion_queue())
-    first, second = (stack.enter_context(nic.queue_pair(queue)) for _ in range(2))
-    first.connect(second.endpoint())
-    second.connect(first.endpoint())
+    first_pair, second_pair = (stack.enter_context(nic.queue_pair(queue)) for _ in range(2))
+    first_pair.connect(second_pair.endpoint())
+    second_pair.connect(first_pair.endpoint())
     region = stack.enter_context(nic.register_host(bytearray(8 << 20)))
-    first.post_write(region, region.remote(), work_id=1)
+    first_pair.post_write(region, region.remote(), work_id=1)
     queue.wait(20_000)
     time.sleep(0.3)
 """
@@ -83,7 +83,11 @@ def test_write_on_the_twin_is_rdma(tmp_path: Path) -> None:
     (port,) = [port for port in observation.ports if port.has_grown]
     # Each packet has at most 4096 bytes of data, and the counters include the headers of the packets.
     assert 8 * MIB <= (port.sent_bytes or 0) <= 8 * MIB * 1.02
-    assert any(library.name == "verbs" and library.is_twin for p in observation.processes for library in p.libraries)
+    assert any(
+        library.name == "verbs" and library.is_twin
+        for process in observation.processes
+        for library in process.libraries
+    )
 
 
 @needs(software(Api.VERBS))
@@ -110,11 +114,11 @@ def test_ucx_over_tcp_fell_back_from_rdma(tmp_path: Path) -> None:
     client = "ucx_perftest 127.0.0.1 -p 14447 -t tag_bw -s 1000000 -n 300 >/dev/null; wait"
     command = ["env", "UCX_TLS=tcp,self", "sh", "-c", f"{server} {client}"]
     observation = observe(tmp_path / "report", command, options=["--logs"])
-    rdma, tcp = observation.route("rdma"), observation.route("tcp")
-    assert rdma is not None
-    assert tcp is not None
-    assert (rdma.outcome, tcp.outcome) == (RouteOutcome.FELL_BACK, RouteOutcome.PROVEN)
-    assert (tcp.moved_bytes or 0) >= 100_000_000
+    rdma_route, tcp_route = observation.route("rdma"), observation.route("tcp")
+    assert rdma_route is not None
+    assert tcp_route is not None
+    assert (rdma_route.outcome, tcp_route.outcome) == (RouteOutcome.FELL_BACK, RouteOutcome.PROVEN)
+    assert (tcp_route.moved_bytes or 0) >= 100_000_000
     assert any(re.match(r"UCX: tag\(tcp/", line) for line in observation.log)
 
 
@@ -144,10 +148,10 @@ def test_running_process_is_observed_from_now_on() -> None:
 def test_page_has_the_verdict_and_escapes_the_command(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     observe(tmp_path / "report", [sys.executable, "-c", SEND_BY_TCP, "<script>"], options=["--html", str(page)])
-    text = page.read_text()
-    assert "tcp: proven, 4.19 MB" in text
-    assert "&lt;script&gt;" in text
-    assert "<script>" not in text
+    page_html = page.read_text()
+    assert "tcp: proven, 4.19 MB" in page_html
+    assert "&lt;script&gt;" in page_html
+    assert "<script>" not in page_html
 
 
 @pytest.mark.parametrize("exit_code", [0, 7])
@@ -157,7 +161,7 @@ def test_exit_code_is_that_of_the_command(exit_code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "text"),
+    ("arguments", "exit_code", "expected_text"),
     [
         ([], 2, "needs either --pid PID or a command"),
         (["--pid", "1", "--", "true"], 2, "needs either --pid PID or a command"),
@@ -166,11 +170,11 @@ def test_exit_code_is_that_of_the_command(exit_code: int) -> None:
         (["--", "/nonexistent"], 127, r"execvp\(command='/nonexistent'\) failed: No such file"),
     ],
 )
-def test_bad_input_is_one_clear_line(arguments: list[str], code: int, text: str) -> None:
+def test_bad_input_is_one_clear_line(arguments: list[str], exit_code: int, expected_text: str) -> None:
     completed = subprocess.run([*OBSERVE_COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=60)
-    assert completed.returncode == code
+    assert completed.returncode == exit_code
     (line,) = completed.stderr.splitlines()
-    assert re.search(text, line)
+    assert re.search(expected_text, line)
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -246,8 +250,8 @@ gdrkit.cli.main()
     assert completed.returncode == 0, completed.stderr
     observation = Observation.from_json(completed.stdout)
     (process,) = [process for process in observation.processes if process.program == "sleep"]
-    gap = f"libraries, descriptors and sockets of pid {process.process_id} (sleep): Permission denied (EACCES)"
-    gaps = [text for text in observation.not_seen if text.startswith(gap)]
+    hidden_parts = f"libraries, descriptors and sockets of pid {process.process_id} (sleep): Permission denied (EACCES)"
+    hidden_parts_texts = [text for text in observation.not_seen if text.startswith(hidden_parts)]
     observed_bytes = process.loopback_received_bytes
-    assert (observed_bytes, bool(gaps)) == ((64 << 10, False) if is_privileged else (0, True))
-    assert all(text.endswith("CAP_SYS_PTRACE is needed to see them") for text in gaps)
+    assert (observed_bytes, bool(hidden_parts_texts)) == ((64 << 10, False) if is_privileged else (0, True))
+    assert all(text.endswith("CAP_SYS_PTRACE is needed to see them") for text in hidden_parts_texts)

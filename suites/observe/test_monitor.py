@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from observe.metrics_client import GDRKIT, TWIN_HOLDER_COMMAND, read_address, scrape, start_gdrkit
+from observe.metrics_client import GDRKIT_COMMAND, TWIN_HOLDER_COMMAND, read_address, scrape, start_gdrkit
 from observe.twin_holder import MEMORY_BYTES, REGION_BYTES
 from support.initiators import connect_initiator
 from support.other_user import run_program
@@ -50,9 +50,9 @@ def test_monitor_serves_the_machine_until_sigterm() -> None:
     with start_gdrkit("monitor", "--listen", "127.0.0.1:0") as process:
         address = read_address(process.stdout)
         with urllib.request.urlopen(address, timeout=10) as reply:  # noqa: S310 - an address of this test.
-            text = reply.read().decode()
+            metrics_text = reply.read().decode()
     for name in ("gdrkit_rdma_regions", "gdrkit_dmabufs", "gdrkit_bar1_used_bytes", "gdrkit_port_sent_bytes_total"):
-        assert f"# HELP {name} " in text
+        assert f"# HELP {name} " in metrics_text
 
 
 def test_missing_source_has_a_cause_and_no_value() -> None:
@@ -120,10 +120,10 @@ def test_reading_costs_less_than_one_percent_of_a_core() -> None:
         process = stack.enter_context(start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0"))
         address = read_address(process.stdout)
         scrape(address)  # The first reading imports libraries.
-        before_s = read_processor_time_s(process.pid)
+        time_before_s = read_processor_time_s(process.pid)
         for _ in range(READING_COUNT):
             scrape(address)
-        reading_s = (read_processor_time_s(process.pid) - before_s) / READING_COUNT
+        reading_s = (read_processor_time_s(process.pid) - time_before_s) / READING_COUNT
     assert reading_s < 0.01 * SCRAPE_INTERVAL_S
 
 
@@ -135,13 +135,15 @@ def test_machine_is_read_once_in_the_interval() -> None:
 
 def test_thread_of_the_server_receives_no_signals() -> None:
     threads_before = {thread.native_id for thread in threading.enumerate()}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple):
         (thread_id,) = {thread.native_id for thread in threading.enumerate()} - threads_before
         status = Path(f"/proc/self/task/{thread_id}/status").read_text()
-    (blocked,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    assert all(int(blocked, 16) >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    (blocked_signals_hex,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    assert all(
+        int(blocked_signals_hex, 16) >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    )
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask_before
 
 
 def read_processor_time_s(process_id: int) -> float:
@@ -171,8 +173,8 @@ def test_numbers_of_the_present_are_no_counters() -> None:
     """Every gauge is a field of the statistics, and all other fields count events."""
     names = {
         field.name
-        for kind in (CacheStatistics, PoolStatistics, MemoryPoolStatistics)
-        for field in dataclasses.fields(kind)
+        for statistics_class in (CacheStatistics, PoolStatistics, MemoryPoolStatistics)
+        for field in dataclasses.fields(statistics_class)
     }
     assert names | {"clients"} >= GAUGES
     assert names - GAUGES == {
@@ -203,7 +205,7 @@ def test_registrations_that_ended_leave_zero(device: Device, nic: Nic) -> None:
 
 
 def read_process_samples(process_id: str) -> dict[str, float]:
-    """Return the values of a process that the metrics of the machine have now, by metric and first label."""
+    """Return the current values of a process in the metrics of the machine, by metric and first label."""
     return {
         f"{metric.name} {labels[0][1]}": value
         for metric in monitor.machine_metrics()
@@ -260,10 +262,10 @@ def test_own_regions_dmabufs_and_pinned_memory_are_counted(device: Device, nic: 
         PinnedMemory(device, 4096),
         nic.register_host(bytearray(100)),
     ):
-        during = compute_changes(metrics_before)
+        changes = compute_changes(metrics_before)
     # The context and the memory of the device are open too.
     kinds = ("verbs.region", "dmabuf_range", "cuda.pinned")
-    assert {name: value for name, value in during.items() if name.endswith(kinds)} == {
+    assert {name: value for name, value in changes.items() if name.endswith(kinds)} == {
         "gdrkit_open_objects verbs.region": 1,
         "gdrkit_open_objects dmabuf_range": 1,
         "gdrkit_open_objects cuda.pinned": 1,
@@ -324,7 +326,9 @@ def test_used_port_is_an_error_with_the_address() -> None:
 def test_missing_library_is_exit_code_3(tmp_path: Path) -> None:
     (tmp_path / "prometheus_client.py").write_text("raise ImportError('not here')\n")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run([*GDRKIT, "monitor"], env=environ, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(
+        [*GDRKIT_COMMAND, "monitor"], env=environ, capture_output=True, text=True, check=False, timeout=60
+    )
     assert result.returncode == 3
     # The advice depends on whether the installed metadata of gdrkit already has the extra.
     assert re.search(r"To do: .*(prometheus.client|extra monitor)", result.stderr)

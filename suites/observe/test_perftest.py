@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-# The transfers take seconds in an emulated machine, so the observer, which samples, sees the queue pair and the region.
+# The observer takes samples. The transfers take seconds in an emulated machine, so that a sample has the queue pair and
+# the region.
 LENGTH_BYTES, OPERATIONS = 65536, 1000
 
 
@@ -28,7 +29,7 @@ LENGTH_BYTES, OPERATIONS = 65536, 1000
 def test_packets_of_perftest_are_those_of_the_path_mtu(
     nics: tuple[Nic, ...], tmp_path: Path, evidence: Evidence
 ) -> None:
-    nic, peer = nics[:2]
+    nic, peer_nic = nics[:2]
     report = tmp_path / "report"
     perftest.run_perftest(
         nic,
@@ -38,7 +39,7 @@ def test_packets_of_perftest_are_those_of_the_path_mtu(
         depth=16,
         list_length=1,
         reads_max=1,
-        peer=peer,
+        peer=peer_nic,
         observer=[sys.executable, "-m", "gdrkit", "observe", "--report", str(report), "--"],
     )
     observation = Observation.from_json(report.read_text())

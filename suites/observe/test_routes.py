@@ -22,15 +22,15 @@ GPU = GpuTraffic("0000:1b:00.0", 0, int(1.08 * GIB), 20 * MIB, 0, 0, 0, ())
 
 def make_process(*libraries: str, **fields: object) -> ObservedProcess:
     """Return an observed process that has loaded these libraries and has done nothing else."""
-    empty = ObservedProcess(7, "program", (), (), (), (), (), None, None, None, 0, 0, 0, 0, 0, {}, {})
-    loaded = tuple(ObservedLibrary(name, f"/usr/lib/lib{name}.so", None, is_twin=False) for name in libraries)
-    return dataclasses.replace(empty, libraries=loaded, **fields)  # type: ignore[arg-type]
+    empty_process = ObservedProcess(7, "program", (), (), (), (), (), None, None, None, 0, 0, 0, 0, 0, {}, {})
+    loaded_libraries = tuple(ObservedLibrary(name, f"/usr/lib/lib{name}.so", None, is_twin=False) for name in libraries)
+    return dataclasses.replace(empty_process, libraries=loaded_libraries, **fields)  # type: ignore[arg-type]
 
 
 def derive_routes_by_name(*processes: ObservedProcess, **fields: object) -> dict[str, ObservedRoute]:
     """Return the verdicts about an observation of these processes."""
-    empty = Observation(SCHEMA_VERSION, ("program",), 1.0, 0, processes, (), (), None, (), (), (), ())
-    observation = derive_routes(dataclasses.replace(empty, **fields))  # type: ignore[arg-type]
+    empty_observation = Observation(SCHEMA_VERSION, ("program",), 1.0, 0, processes, (), (), None, (), (), (), ())
+    observation = derive_routes(dataclasses.replace(empty_observation, **fields))  # type: ignore[arg-type]
     return {route.route: route for route in observation.routes}
 
 
@@ -54,7 +54,7 @@ def test_counters_that_stand_still_prove_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "cause"),
+    ("other_queue_pair", "cause"),
     [
         (dataclasses.replace(QUEUE_PAIR, number=20, remote_number=10, process_id=8), None),
         (dataclasses.replace(QUEUE_PAIR, number=99, remote_number=98, process_id=8), "include pid 8"),
@@ -64,9 +64,9 @@ def test_counters_that_stand_still_prove_nothing() -> None:
     ],
     ids=["peer", "process", "kernel", "management", "device"],
 )
-def test_others_on_the_port_make_rdma_unproven(other: RdmaQueuePair, cause: str | None) -> None:
+def test_others_on_the_port_make_rdma_unproven(other_queue_pair: RdmaQueuePair, cause: str | None) -> None:
     route = derive_routes_by_name(
-        make_process("verbs", queue_pairs=(QUEUE_PAIR,)), ports=(PORT,), other_queue_pairs=(other,)
+        make_process("verbs", queue_pairs=(QUEUE_PAIR,)), ports=(PORT,), other_queue_pairs=(other_queue_pair,)
     )["rdma"]
     if cause is None:
         assert (route.outcome, route.cause) == (RouteOutcome.PROVEN, None)
@@ -107,8 +107,8 @@ def test_dmabuf_without_a_queue_pair_is_not_rdma() -> None:
 
 
 def test_bytes_between_two_observed_processes_count_once() -> None:
-    first, second = make_process(loopback_sent_bytes=GIB), make_process(loopback_received_bytes=GIB)
-    assert derive_routes_by_name(first, second)["tcp"].moved_bytes == GIB
+    first_process, second_process = make_process(loopback_sent_bytes=GIB), make_process(loopback_received_bytes=GIB)
+    assert derive_routes_by_name(first_process, second_process)["tcp"].moved_bytes == GIB
 
 
 def test_handshake_over_tcp_is_no_fallback() -> None:
@@ -169,9 +169,9 @@ def test_gpu_that_is_not_open_does_not_count() -> None:
     ).keys() == {"unknown"}
 
 
-@pytest.mark.parametrize(("others", "outcome"), [((7,), RouteOutcome.PROVEN), ((7, 9), RouteOutcome.UNPROVEN)])
-def test_nvlink_is_proven_for_the_only_user(others: tuple[int, ...], outcome: RouteOutcome) -> None:
-    gpu = dataclasses.replace(GPU, nvlink_sent_bytes=GIB, nvlink_received_bytes=GIB, process_ids=others)
+@pytest.mark.parametrize(("process_ids", "outcome"), [((7,), RouteOutcome.PROVEN), ((7, 9), RouteOutcome.UNPROVEN)])
+def test_nvlink_is_proven_for_the_only_user(process_ids: tuple[int, ...], outcome: RouteOutcome) -> None:
+    gpu = dataclasses.replace(GPU, nvlink_sent_bytes=GIB, nvlink_received_bytes=GIB, process_ids=process_ids)
     route = derive_routes_by_name(
         make_process("nccl", nodes=("/dev/nvidia0",)), gpus=(gpu,), log=("NCCL: channels via P2P/CUMEM",)
     )["nvlink"]
@@ -194,15 +194,17 @@ def test_late_reading_of_a_growing_counter_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "gap"),
+    ("value_before", "value_after", "expected_gap"),
     [(500, 400, "went back from 500 to 400"), (0xFFFF_FFFF * 4, 0xFFFF_FFFF * 4, "stands still"), (None, None, None)],
 )
-def test_port_counter_that_cannot_tell_is_a_gap(before: int | None, after: int | None, gap: str | None) -> None:
-    counts = (PortCounters("mlx5_0", 1, value, 0, 0, 0) for value in (before, after))
+def test_port_counter_that_cannot_tell_is_a_gap(
+    value_before: int | None, value_after: int | None, expected_gap: str | None
+) -> None:
+    counts = (PortCounters("mlx5_0", 1, value, 0, 0, 0) for value in (value_before, value_after))
     traffic, gaps = port_traffic(*counts)
     assert traffic == PortTraffic("mlx5_0", 1, None, 0, 0, 0)
-    assert len(gaps) == (gap is not None)
-    assert gap is None or (gap in gaps[0] and gaps[0].startswith("sent bytes of mlx5_0 port 1"))
+    assert len(gaps) == (expected_gap is not None)
+    assert expected_gap is None or (expected_gap in gaps[0] and gaps[0].startswith("sent bytes of mlx5_0 port 1"))
 
 
 def test_port_without_counters_is_a_gap() -> None:

@@ -1,4 +1,4 @@
-"""The fixture `allocator`: it allocates the memory of a case, host memory or device memory."""
+"""The fixture `allocator`, which allocates the memory of a case: host memory or device memory."""
 
 from __future__ import annotations
 

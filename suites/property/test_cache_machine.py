@@ -102,10 +102,10 @@ class CacheMachine(RuleBasedStateMachine):
         self._connect()
 
     def _connect(self) -> None:
-        """Connect a queue pair of the peer. This is repeated after a refused write, which breaks the connection."""
+        """Connect a queue pair of the peer. A refused write breaks the connection, and needs a new one."""
         nic, peer = self.resources.nic, self.resources.peer
-        queue = self.stack.enter_context(nic.completion_queue(depth=8))
-        local_pair = self.stack.enter_context(nic.queue_pair(queue))
+        completion_queue = self.stack.enter_context(nic.completion_queue(depth=8))
+        local_pair = self.stack.enter_context(nic.queue_pair(completion_queue))
         self.peer_pair = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()
         self.peer_pair.join(local_pair)
 

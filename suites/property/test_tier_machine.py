@@ -52,7 +52,7 @@ class OpenFile:
         Name of the file.
     file : TieredFile
         The open file.
-    frozen : bytes, optional
+    contents_when_moved : bytes, optional
         The contents of the file when it was moved or removed, which an open reader still reads. None before that.
     """
 
@@ -85,7 +85,7 @@ class TierMachine(RuleBasedStateMachine):
     def _has_writer(self, name: str) -> bool:
         return any(writer.name == name for writer in self.writers)
 
-    def _freeze_readers(self, name: str) -> None:
+    def _save_contents_for_readers(self, name: str) -> None:
         """Save the current contents for the open readers, whose descriptors refer to the old file."""
         for reader in self.readers:
             if reader.name == name and reader.contents_when_moved is None:
@@ -114,7 +114,7 @@ class TierMachine(RuleBasedStateMachine):
                 self.manager.remove(name)
             assert error_info.value.reason is Reason.BUSY
         elif name in self.model:
-            self._freeze_readers(name)
+            self._save_contents_for_readers(name)
             self.manager.remove(name)
             del self.model[name]
             self.pins.pop(name, None)
@@ -170,12 +170,12 @@ class TierMachine(RuleBasedStateMachine):
         if self._has_writer(name) and source != destination:
             self._check_move_is_refused(name, destination)
         else:
-            self._freeze_if_moved(name, source, destination)
+            self._save_contents_if_moved(name, source, destination)
             self.manager.move(name, destination)
 
     @rule(name=names, destination=tiers, phase=phases)
     def move_with_a_reader(self, name: str, destination: str, phase: Phase) -> None:
-        """Open and read the file during the migration: the reader gets all its bytes."""
+        """Open and read the file during the migration. The reader gets all bytes of the file."""
         if name not in self.model or self._has_writer(name):
             return
 
@@ -183,7 +183,7 @@ class TierMachine(RuleBasedStateMachine):
             if current_phase is phase:
                 assert read_contents(self.manager, name) == self.model[name]
 
-        self._freeze_if_moved(name, self.manager.find(name).tier, destination)
+        self._save_contents_if_moved(name, self.manager.find(name).tier, destination)
         self.manager.move(name, destination, observe=read_in_phase)
 
     @rule(name=names, destination=tiers, phase=phases, offset=sizes, seed=seeds)
@@ -224,7 +224,7 @@ class TierMachine(RuleBasedStateMachine):
         assert exit_code == (1 if is_busy else -signal.SIGKILL if has_phase and source != destination else 0)
         if not is_busy:
             self.manager.check(repair=True)
-            self._freeze_if_moved(name, source, self.manager.find(name).tier)
+            self._save_contents_if_moved(name, source, self.manager.find(name).tier)
 
     @rule()
     def migrate(self) -> None:
@@ -232,7 +232,7 @@ class TierMachine(RuleBasedStateMachine):
         report = self.manager.migrate()
         assert {refusal.name for refusal in report.refused} <= {writer.name for writer in self.writers}
         for name, source in tiers_before.items():
-            self._freeze_if_moved(name, source, self.manager.find(name).tier)
+            self._save_contents_if_moved(name, source, self.manager.find(name).tier)
             if name in self.pins and not self._has_writer(name):
                 assert self.manager.find(name).tier == self.pins[name]
 
@@ -262,9 +262,9 @@ class TierMachine(RuleBasedStateMachine):
             return False
         return True
 
-    def _freeze_if_moved(self, name: str, source: str, destination: str) -> None:
+    def _save_contents_if_moved(self, name: str, source: str, destination: str) -> None:
         if source != destination:
-            self._freeze_readers(name)
+            self._save_contents_for_readers(name)
 
     # ------------------------------------------------------------------------------------------------- environment
 
@@ -304,8 +304,10 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def open_readers_read_the_expected_bytes(self) -> None:
         for reader in self.readers:
-            expected = self.model[reader.name] if reader.contents_when_moved is None else reader.contents_when_moved
-            assert os.pread(reader.file.fileno(), 2 * FILE_BYTES_MAX, 0) == expected
+            expected_bytes = (
+                self.model[reader.name] if reader.contents_when_moved is None else reader.contents_when_moved
+            )
+            assert os.pread(reader.file.fileno(), 2 * FILE_BYTES_MAX, 0) == expected_bytes
 
     def _files_on_disk(self) -> Iterator[tuple[str, str, bytes]]:
         for tier, name in itertools.product(self.configuration.tiers, FILE_NAMES):

@@ -35,10 +35,10 @@ def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRu
     """
     (folder / "test_cases.py").write_text(textwrap.dedent(source), encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nfilterwarnings = error\n")
-    records = folder / "records.jsonl"
+    records_path = folder / "records.jsonl"
     (folder / "facts.json").write_text(facts.to_json(), encoding="utf-8")
     options = (f"--facts={folder / 'facts.json'}", *options)
-    command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.plugin", f"--records={records}", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.plugin", f"--records={records_path}", *options]
     process = subprocess.run(
         [*command, str(folder)],
         cwd=folder,
@@ -50,6 +50,7 @@ def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRu
         check=False,
     )
     records_by_case = {
-        record.case.partition("::")[2]: record for record in (read_records(records) if records.exists() else ())
+        record.case.partition("::")[2]: record
+        for record in (read_records(records_path) if records_path.exists() else ())
     }
     return ChildRun(exit_code=process.returncode, output=process.stdout + process.stderr, records=records_by_case)

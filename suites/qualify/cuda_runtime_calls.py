@@ -66,7 +66,7 @@ class CallRecorder:
 
 
 def call_device_functions(recorder: CallRecorder) -> None:
-    """Devices, their attributes and the flags of a device."""
+    """Call the functions of devices, their attributes and their flags."""
     number = c_int()
     recorder.call("one device", "cudaGetDeviceCount", byref(number), output=number)
     recorder.call("null", "cudaGetDeviceCount", None)
@@ -79,10 +79,10 @@ def call_device_functions(recorder: CallRecorder) -> None:
     recorder.call("device 99", "cudaDeviceGetAttribute", byref(number), 1, 99)
     for attribute in (1, 10, 14, 41, 89, 115, 116, 119):
         recorder.call(f"value of {attribute}", "cudaDeviceGetAttribute", byref(number), attribute, 0, output=number)
-    text = ctypes.create_string_buffer(64)
+    bus_id_buffer = ctypes.create_string_buffer(64)
     for length_bytes in (0, 4, 13, 64):
-        recorder.call(f"{length_bytes} bytes", "cudaDeviceGetPCIBusId", text, length_bytes, 0)
-    recorder.call("device 99", "cudaDeviceGetPCIBusId", text, 64, 99)
+        recorder.call(f"{length_bytes} bytes", "cudaDeviceGetPCIBusId", bus_id_buffer, length_bytes, 0)
+    recorder.call("device 99", "cudaDeviceGetPCIBusId", bus_id_buffer, 64, 99)
     for name in (b"", b"no address", b"ffff:ff:1f.0"):
         recorder.call(repr(name.decode()), "cudaDeviceGetByPCIBusId", byref(number), c_char_p(name))
     recorder.call("itself", "cudaDeviceCanAccessPeer", byref(number), 0, 0, output=number)
@@ -99,7 +99,7 @@ def call_device_functions(recorder: CallRecorder) -> None:
 
 
 def call_memory_functions(recorder: CallRecorder) -> None:
-    """Allocations of devices and of the host."""
+    """Call the functions that allocate memory of devices and of the host."""
     pointer, other_pointer = c_void_p(), c_void_p()
     recorder.call("null", "cudaMalloc", None, c_size_t(16))
     recorder.call("no bytes", "cudaMalloc", byref(pointer), c_size_t(0), output=pointer)
@@ -139,54 +139,70 @@ def call_memory_functions(recorder: CallRecorder) -> None:
 
 
 def call_copy_functions(recorder: CallRecorder) -> None:
-    """Copies and memsets, with wrong directions, lengths and pitches."""
+    """Call the functions of copies and memsets, also with wrong directions, lengths and pitches."""
     device = recorder.call_for_pointer("cudaMalloc", c_size_t(4 * KIB))
     pinned = recorder.call_for_pointer("cudaMallocHost", c_size_t(4 * KIB))
-    host, second = ctypes.create_string_buffer(4 * KIB), ctypes.create_string_buffer(4 * KIB)
+    host_buffer, second_buffer = ctypes.create_string_buffer(4 * KIB), ctypes.create_string_buffer(4 * KIB)
     size = c_size_t(KIB)
     for title, target, source, direction in (
-        ("to the device", device, host, HOST_TO_DEVICE),
-        ("from the device", host, device, DEVICE_TO_HOST),
+        ("to the device", device, host_buffer, HOST_TO_DEVICE),
+        ("from the device", host_buffer, device, DEVICE_TO_HOST),
         ("within the device", device, device, DEVICE_TO_DEVICE),
-        ("within the host", host, second, HOST_TO_HOST),
-        ("within the host, default", host, second, DEFAULT),
-        ("to the device, default", device, host, DEFAULT),
+        ("within the host", host_buffer, second_buffer, HOST_TO_HOST),
+        ("within the host, default", host_buffer, second_buffer, DEFAULT),
+        ("to the device, default", device, host_buffer, DEFAULT),
         ("from pinned memory, default", device, pinned, DEFAULT),
-        ("unknown direction", device, host, 9),
-        ("negative direction", device, host, -1),
-        ("to the host, but named to the device", host, device, HOST_TO_DEVICE),
-        ("within the host, but named to the device", host, second, HOST_TO_DEVICE),
-        ("to the device, but named within the host", device, host, HOST_TO_HOST),
+        ("unknown direction", device, host_buffer, 9),
+        ("negative direction", device, host_buffer, -1),
+        ("to the host, but named to the device", host_buffer, device, HOST_TO_DEVICE),
+        ("within the host, but named to the device", host_buffer, second_buffer, HOST_TO_DEVICE),
+        ("to the device, but named within the host", device, host_buffer, HOST_TO_HOST),
         ("from pinned memory, but named within the device", device, pinned, DEVICE_TO_DEVICE),
-        ("null target", None, host, HOST_TO_DEVICE),
+        ("null target", None, host_buffer, HOST_TO_DEVICE),
         ("null source", device, None, HOST_TO_DEVICE),
     ):
         recorder.call(title, "cudaMemcpy", target, source, size, direction)
         recorder.call(f"async, {title}", "cudaMemcpyAsync", target, source, size, direction, None)
     recorder.call("nothing between null pointers", "cudaMemcpy", None, None, c_size_t(0), DEFAULT)
-    recorder.call("nothing, unknown direction", "cudaMemcpy", device, host, c_size_t(0), 9)
-    recorder.call("nothing, unknown direction", "cudaMemcpyAsync", device, host, c_size_t(0), 9, None)
+    recorder.call("nothing, unknown direction", "cudaMemcpy", device, host_buffer, c_size_t(0), 9)
+    recorder.call("nothing, unknown direction", "cudaMemcpyAsync", device, host_buffer, c_size_t(0), 9, None)
     rows = (c_size_t(64), c_size_t(8))
-    recorder.call("rows", "cudaMemcpy2D", device, c_size_t(128), host, c_size_t(64), *rows, HOST_TO_DEVICE)
-    recorder.call("small target pitch", "cudaMemcpy2D", device, c_size_t(32), host, c_size_t(64), *rows, HOST_TO_DEVICE)
-    recorder.call("small source pitch", "cudaMemcpy2D", device, c_size_t(64), host, c_size_t(32), *rows, HOST_TO_DEVICE)
-    recorder.call("huge pitch", "cudaMemcpy2D", device, c_size_t(1 << 40), host, c_size_t(64), *rows, HOST_TO_DEVICE)
-    recorder.call("unknown direction", "cudaMemcpy2D", device, c_size_t(64), host, c_size_t(64), *rows, 9)
+    recorder.call("rows", "cudaMemcpy2D", device, c_size_t(128), host_buffer, c_size_t(64), *rows, HOST_TO_DEVICE)
+    recorder.call(
+        "small target pitch", "cudaMemcpy2D", device, c_size_t(32), host_buffer, c_size_t(64), *rows, HOST_TO_DEVICE
+    )
+    recorder.call(
+        "small source pitch", "cudaMemcpy2D", device, c_size_t(64), host_buffer, c_size_t(32), *rows, HOST_TO_DEVICE
+    )
+    recorder.call(
+        "huge pitch", "cudaMemcpy2D", device, c_size_t(1 << 40), host_buffer, c_size_t(64), *rows, HOST_TO_DEVICE
+    )
+    recorder.call("unknown direction", "cudaMemcpy2D", device, c_size_t(64), host_buffer, c_size_t(64), *rows, 9)
     recorder.call(
         "no rows, unknown direction",
         "cudaMemcpy2D",
         device,
         c_size_t(64),
-        host,
+        host_buffer,
         c_size_t(64),
         c_size_t(64),
         c_size_t(0),
         9,
     )
     recorder.call(
-        "no rows, small pitch", "cudaMemcpy2D", device, c_size_t(4), host, c_size_t(64), c_size_t(64), c_size_t(0), 1
+        "no rows, small pitch",
+        "cudaMemcpy2D",
+        device,
+        c_size_t(4),
+        host_buffer,
+        c_size_t(64),
+        c_size_t(64),
+        c_size_t(0),
+        1,
     )
-    recorder.call("no rows", "cudaMemcpy2D", device, c_size_t(64), host, c_size_t(64), c_size_t(64), c_size_t(0), 1)
+    recorder.call(
+        "no rows", "cudaMemcpy2D", device, c_size_t(64), host_buffer, c_size_t(64), c_size_t(64), c_size_t(0), 1
+    )
     recorder.call("device memory", "cudaMemset", device, 7, size)
     recorder.call("nothing", "cudaMemset", None, 7, c_size_t(0))
     recorder.call("null", "cudaMemset", None, 7, size)
@@ -201,7 +217,7 @@ def call_copy_functions(recorder: CallRecorder) -> None:
 
 
 def call_stream_functions(recorder: CallRecorder) -> None:
-    """Streams and events."""
+    """Call the functions of streams and events."""
     pointer, number = c_void_p(), c_int()
     least_priority, greatest_priority = c_int(), c_int()
     recorder.call(
@@ -227,37 +243,37 @@ def call_stream_functions(recorder: CallRecorder) -> None:
         recorder.call(f"of {priority}", "cudaStreamGetFlags", pointer, byref(flags), output=flags)
         recorder.call(f"of {priority}", "cudaStreamDestroy", pointer)
     recorder.call("default stream", "cudaStreamDestroy", None)
-    for name, default in (("null", 0), ("legacy", 1), ("of the thread", 2)):
-        recorder.call(name, "cudaStreamSynchronize", c_void_p(default))
-        recorder.call(name, "cudaStreamQuery", c_void_p(default))
-        recorder.call(name, "cudaStreamIsCapturing", c_void_p(default), byref(number), output=number)
+    for name, default_stream in (("null", 0), ("legacy", 1), ("of the thread", 2)):
+        recorder.call(name, "cudaStreamSynchronize", c_void_p(default_stream))
+        recorder.call(name, "cudaStreamQuery", c_void_p(default_stream))
+        recorder.call(name, "cudaStreamIsCapturing", c_void_p(default_stream), byref(number), output=number)
     recorder.call("legacy", "cudaStreamBeginCapture", c_void_p(1), 0)
     recorder.call("unknown mode", "cudaThreadExchangeStreamCaptureMode", byref(c_int(9)))
     recorder.call("unknown flags", "cudaEventCreateWithFlags", byref(pointer), c_uint(0x80))
     recorder.call("with timing", "cudaEventCreateWithFlags", byref(pointer), c_uint(INTERPROCESS))
     recorder.call("null", "cudaEventDestroy", None)
-    first, second = (
+    timed_event, untimed_event = (
         recorder.call_for_pointer("cudaEventCreate"),
         recorder.call_for_pointer("cudaEventCreateWithFlags", c_uint(DISABLE_TIMING)),
     )
     time_ms = ctypes.c_float()
-    recorder.call("not recorded", "cudaEventQuery", first)
-    recorder.call("not recorded", "cudaEventSynchronize", first)
-    recorder.call("not recorded", "cudaEventElapsedTime", byref(time_ms), first, first)
-    recorder.call("default stream", "cudaEventRecord", first, None)
-    recorder.call("default stream", "cudaEventRecord", second, None)
-    recorder.call("without timing", "cudaEventElapsedTime", byref(time_ms), first, second)
-    recorder.call("unknown flags", "cudaStreamWaitEvent", None, first, c_uint(8))
-    recorder.call("recorded", "cudaStreamWaitEvent", None, first, c_uint(0))
+    recorder.call("not recorded", "cudaEventQuery", timed_event)
+    recorder.call("not recorded", "cudaEventSynchronize", timed_event)
+    recorder.call("not recorded", "cudaEventElapsedTime", byref(time_ms), timed_event, timed_event)
+    recorder.call("default stream", "cudaEventRecord", timed_event, None)
+    recorder.call("default stream", "cudaEventRecord", untimed_event, None)
+    recorder.call("without timing", "cudaEventElapsedTime", byref(time_ms), timed_event, untimed_event)
+    recorder.call("unknown flags", "cudaStreamWaitEvent", None, timed_event, c_uint(8))
+    recorder.call("recorded", "cudaStreamWaitEvent", None, timed_event, c_uint(0))
     handle = IpcHandle()
-    recorder.call("event of one process", "cudaIpcGetEventHandle", byref(handle), first)
+    recorder.call("event of one process", "cudaIpcGetEventHandle", byref(handle), timed_event)
     recorder.call("no handle", "cudaIpcOpenEventHandle", byref(pointer), IpcHandle())
-    for event in (first, second):
+    for event in (timed_event, untimed_event):
         recorder.call("event", "cudaEventDestroy", event)
 
 
 def call_pointer_functions(recorder: CallRecorder) -> None:
-    """Attributes of pointers, and handles of IPC."""
+    """Call the functions of pointer attributes, and of IPC handles."""
     device, pinned = (
         recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)),
         recorder.call_for_pointer("cudaMallocHost", c_size_t(KIB)),
@@ -293,7 +309,7 @@ def call_pointer_functions(recorder: CallRecorder) -> None:
 
 
 def call_pool_functions(recorder: CallRecorder) -> None:
-    """Allocations in the order of a stream."""
+    """Call the functions that allocate in the order of a stream."""
     pool, pointer = c_void_p(), c_void_p()
     recorder.call("device 0", "cudaDeviceGetDefaultMemPool", byref(pool), 0)
     recorder.call("device 99", "cudaDeviceGetDefaultMemPool", byref(pointer), 99)
@@ -313,7 +329,7 @@ def call_pool_functions(recorder: CallRecorder) -> None:
 
 
 def call_kernel_and_reset_functions(recorder: CallRecorder) -> None:
-    """Kernels and symbols that are not registered, names of errors, and the reset of a device."""
+    """Call the functions of unregistered kernels and symbols, of error names, and of the reset of a device."""
     unknown, pointer = c_int(), c_void_p()
     recorder.call("unknown", "cudaFuncGetAttributes", ctypes.create_string_buffer(512), byref(unknown))
     recorder.call("unknown", "cudaGetSymbolAddress", byref(pointer), byref(unknown))
@@ -327,7 +343,7 @@ def call_kernel_and_reset_functions(recorder: CallRecorder) -> None:
     recorder.call("after the reset", "cudaFree", pointer)
 
 
-def run(*groups: Callable[[CallRecorder], None]) -> None:
+def run_groups(*groups: Callable[[CallRecorder], None]) -> None:
     """Call all functions of all groups, and print the results."""
     recorder = CallRecorder(sys.argv[1])
     for make_calls in groups:
@@ -338,7 +354,7 @@ def run(*groups: Callable[[CallRecorder], None]) -> None:
 
 
 if __name__ == "__main__":
-    run(
+    run_groups(
         call_device_functions,
         call_memory_functions,
         call_copy_functions,

@@ -17,7 +17,7 @@ from qualify.cuda_runtime_calls import (
     KIB,
     CallRecorder,
     IpcHandle,
-    run,
+    run_groups,
 )
 
 
@@ -60,9 +60,9 @@ class ChannelFormat(ctypes.Structure):
 
 
 def call_shared_pool_functions(recorder: CallRecorder) -> None:
-    """Pools that processes share. The handle type 1 is a file descriptor.
+    """Call the functions of pools that processes share. The handle type 1 is a file descriptor.
 
-    The import of a descriptor as a fabric handle (type 8) is not called, because the real runtimes use it as a pointer.
+    No call imports a descriptor as a fabric handle (type 8), because the real runtimes would use it as a pointer.
     """
     shared_pool, private_pool, imported_pool, pointer, imported_pointer = (
         c_void_p(),
@@ -71,7 +71,7 @@ def call_shared_pool_functions(recorder: CallRecorder) -> None:
         c_void_p(),
         c_void_p(),
     )
-    fd, data = c_int(-1), IpcHandle()
+    fd, export_data = c_int(-1), IpcHandle()
     recorder.call(
         "unknown handle type", "cudaMemPoolCreate", byref(shared_pool), byref(PoolProperties(1, 0x40, Location(1, 0)))
     )
@@ -85,13 +85,17 @@ def call_shared_pool_functions(recorder: CallRecorder) -> None:
     recorder.call(
         "1 KiB from a shared pool", "cudaMallocFromPoolAsync", byref(pointer), c_size_t(KIB), shared_pool, None
     )
-    recorder.call("memory of a shared pool", "cudaMemPoolExportPointer", byref(data), pointer)
-    recorder.call("no memory", "cudaMemPoolExportPointer", byref(data), c_void_p(0x1000))
+    recorder.call("memory of a shared pool", "cudaMemPoolExportPointer", byref(export_data), pointer)
+    recorder.call("no memory", "cudaMemPoolExportPointer", byref(export_data), c_void_p(0x1000))
     import_function = "cudaMemPoolImportFromShareableHandle"
     recorder.call("closed descriptor", import_function, byref(imported_pool), c_void_p(0xFFFF), 1, no_flags)
     recorder.call("unknown flags", import_function, byref(imported_pool), c_void_p(fd.value), 1, c_uint(1))
     recorder.call(
-        "pool that is not imported", "cudaMemPoolImportPointer", byref(imported_pointer), shared_pool, byref(data)
+        "pool that is not imported",
+        "cudaMemPoolImportPointer",
+        byref(imported_pointer),
+        shared_pool,
+        byref(export_data),
     )
     recorder.call("of a shared pool", "cudaFreeAsync", pointer, None)
     recorder.runtime.cudaDeviceSynchronize()
@@ -100,7 +104,7 @@ def call_shared_pool_functions(recorder: CallRecorder) -> None:
 
 
 def call_managed_memory_functions(recorder: CallRecorder) -> None:
-    """Prefetch and advice. In CUDA 12, the functions that take a cudaMemLocation have the suffix _v2."""
+    """Call the functions of prefetch and advice. In CUDA 12, functions with a cudaMemLocation have the suffix _v2."""
     suffix = "_v2" if recorder.is_version_12 else ""
     memory, host = (
         recorder.call_for_pointer("cudaMallocManaged", c_size_t(64 * KIB), c_uint(1)),
@@ -154,7 +158,7 @@ def call_managed_memory_functions(recorder: CallRecorder) -> None:
 
 
 def call_capture_functions(recorder: CallRecorder) -> None:
-    """Captures of streams, and calls that invalidate them."""
+    """Capture streams, and make calls that invalidate the captures."""
     stream, other_stream = (
         recorder.call_for_pointer("cudaStreamCreateWithFlags", c_uint(1)),
         recorder.call_for_pointer("cudaStreamCreate"),
@@ -163,7 +167,7 @@ def call_capture_functions(recorder: CallRecorder) -> None:
     graph, pointer, status, host = c_void_p(), c_void_p(), c_int(), ctypes.create_string_buffer(KIB)
     recorder.call("not captured", "cudaStreamEndCapture", stream, byref(graph))
     recorder.call("unknown mode", "cudaStreamBeginCapture", stream, 9)
-    begin, end, size = recorder.runtime.cudaStreamBeginCapture, "cudaStreamEndCapture", c_size_t(KIB)
+    begin_capture, end_function, size = recorder.runtime.cudaStreamBeginCapture, "cudaStreamEndCapture", c_size_t(KIB)
     for title, captured_stream, mode, function, arguments in (
         ("nothing", stream, 0, "cudaStreamBeginCapture", (stream, 0)),
         ("memset", stream, 0, "cudaMemsetAsync", (memory, 1, size, stream)),
@@ -189,18 +193,18 @@ def call_capture_functions(recorder: CallRecorder) -> None:
         ("properties", stream, 0, "cudaStreamGetPriority", (stream, byref(status))),
         ("callback without a function", stream, 0, "cudaStreamAddCallback", (stream, None, None, c_uint(0))),
     ):
-        begin(captured_stream, mode)
+        begin_capture(captured_stream, mode)
         recorder.call(f"captured, {title}", function, *arguments)
         recorder.call(f"after {title}", "cudaStreamIsCapturing", captured_stream, byref(status), output=status)
-        recorder.call(f"after {title}", end, captured_stream, byref(graph))
+        recorder.call(f"after {title}", end_function, captured_stream, byref(graph))
         if graph.value is not None:
             recorder.runtime.cudaGraphDestroy(graph)
-    begin(stream, 0)
+    begin_capture(stream, 0)
     recorder.call("in a captured stream", "cudaEventRecord", event, stream)
     recorder.call("join", "cudaStreamWaitEvent", other_stream, event, c_uint(0))
     recorder.call("joined", "cudaStreamIsCapturing", other_stream, byref(status), output=status)
     recorder.call("joined stream", "cudaMemsetAsync", memory, 1, size, other_stream)
-    recorder.call("not joined", end, stream, byref(graph))
+    recorder.call("not joined", end_function, stream, byref(graph))
     recorder.call("recorded in an ended capture", "cudaEventQuery", event)
     recorder.call("recorded again", "cudaEventRecord", event, None)
     for ended_stream in (stream, other_stream):
@@ -209,7 +213,7 @@ def call_capture_functions(recorder: CallRecorder) -> None:
 
 
 def call_graph_functions(recorder: CallRecorder) -> None:
-    """Graphs of memsets and empty nodes."""
+    """Call the functions of graphs, with memsets and empty nodes."""
     graph, node, memset_node, executable, clone = c_void_p(), c_void_p(), c_void_p(), c_void_p(), c_void_p()
     memory, number, count, zero_count = (
         recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)),
@@ -253,7 +257,7 @@ def call_graph_functions(recorder: CallRecorder) -> None:
 
 
 def call_array_functions(recorder: CallRecorder) -> None:
-    """Arrays and mipmapped arrays, as memory."""
+    """Call the functions that use arrays and mipmapped arrays as memory."""
     array, level, host, no_flags = c_void_p(), c_void_p(), ctypes.create_string_buffer(64 * KIB), c_uint(0)
     two_shorts = ChannelFormat(16, 16, 0, 0, 1)
     for title, channels, width, height, flags in (
@@ -307,7 +311,7 @@ def call_array_functions(recorder: CallRecorder) -> None:
 
 
 if __name__ == "__main__":
-    run(
+    run_groups(
         call_shared_pool_functions,
         call_managed_memory_functions,
         call_capture_functions,

@@ -108,7 +108,7 @@ def launch_kernel() -> None:
 
 
 def share_memory() -> None:
-    """Let another process write to memory of this process, and wait for the event that it records."""
+    """Let another process write to memory of this process, and wait for the event that the other process records."""
     memory, event = allocate(), ctypes.c_void_p()
     memory_handle, event_handle = IpcHandle(), IpcHandle()
     write_memory(memory, bytes([1]) * LENGTH_BYTES)

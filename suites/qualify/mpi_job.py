@@ -1,7 +1,7 @@
 """MPI jobs of ``gdrkit qualify``: four ranks on two or four emulated machines, or two ranks on this machine.
 
 An emulated machine is a network namespace with its own host name. A veth pair connects two namespaces. Four namespaces
-are connected by a bridge in a fifth one.
+are connected by a bridge in a fifth namespace.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["GDRKIT", "MpiJob", "run_job_on_four_machines", "run_job_on_this_machine", "run_job_on_two_machines"]
+__all__ = ["GDRKIT_COMMAND", "MpiJob", "run_job_on_four_machines", "run_job_on_this_machine", "run_job_on_two_machines"]
 
-_MARKER = "GDRKIT_SUITES_JOB"
-GDRKIT = (sys.executable, "-m", "gdrkit")
+_MARKER_VARIABLE = "GDRKIT_SUITES_JOB"
+GDRKIT_COMMAND = (sys.executable, "-m", "gdrkit")
 # Open MPI runs this program to start its daemon on another machine. The first argument is the name of the machine.
 _REMOTE_SHELL = """#!/bin/sh
 host=$1; shift
@@ -61,8 +61,8 @@ class MpiJob:
     def wait_for_all_processes(self, *, limit_s: float) -> None:
         """Wait until every process of the job has ended. mpirun does not wait for all of them."""
         end_s = time.monotonic() + limit_s
-        while remaining := self.list_processes():
-            assert time.monotonic() < end_s, f"these processes still run: {sorted(remaining)}"
+        while running_processes := self.list_processes():
+            assert time.monotonic() < end_s, f"these processes still run: {sorted(running_processes)}"
             # Most of these processes are not children of this process, so it is not notified when they end.
             select.select([], [], [], 0.1)
 
@@ -72,7 +72,10 @@ class MpiJob:
         for folder in Path("/proc").iterdir():
             # A process may end between two accesses.
             with contextlib.suppress(OSError):
-                if folder.name.isdecimal() and f"{_MARKER}={self.marker}".encode() in (folder / "environ").read_bytes():
+                if (
+                    folder.name.isdecimal()
+                    and f"{_MARKER_VARIABLE}={self.marker}".encode() in (folder / "environ").read_bytes()
+                ):
                     pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
                     processes[int(folder.name)] = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         return processes
@@ -114,9 +117,9 @@ def run_job_on_two_machines(output: Path) -> Iterator[MpiJob]:
     hosts = [f"gk{secrets.token_hex(4)}{index}" for index in (1, 2)]
     try:
         _create_connected_hosts(hosts)
-        # Delayed completions make a job slow, so that it still measures when a case kills it.
+        # Delayed completions make a job slow, so that a case can kill a process while the job measures.
         twin_variables = {"GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24,10.78.0.0/24", "GDRKIT_TWINS_LATE_SHARE": "100"}
-        with _run_job(hosts, GDRKIT, output, ranks_per_host=2, variables=twin_variables) as job:
+        with _run_job(hosts, GDRKIT_COMMAND, output, ranks_per_host=2, variables=twin_variables) as job:
             yield job
     finally:
         for host in hosts:
@@ -125,27 +128,27 @@ def run_job_on_two_machines(output: Path) -> Iterator[MpiJob]:
 
 @contextlib.contextmanager
 def run_job_on_four_machines(
-    output: Path, *, command: Sequence[str] = GDRKIT, variables: Mapping[str, str] | None = None
+    output: Path, *, command: Sequence[str] = GDRKIT_COMMAND, variables: Mapping[str, str] | None = None
 ) -> Iterator[MpiJob]:
     """Run ``command qualify --mpi`` with a rank in each of four namespaces, and remove everything at the end."""
     prefix = f"gk{secrets.token_hex(4)}"
-    hosts, switch = [f"{prefix}{index}" for index in range(1, 5)], f"{prefix}0"
+    hosts, switch_namespace = [f"{prefix}{index}" for index in range(1, 5)], f"{prefix}0"
     try:
-        _run_ip("netns", "add", switch)
-        _run_ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run_ip("-n", switch, "link", "set", "bridge", "up")
+        _run_ip("netns", "add", switch_namespace)
+        _run_ip("-n", switch_namespace, "link", "add", "bridge", "type", "bridge")
+        _run_ip("-n", switch_namespace, "link", "set", "bridge", "up")
         for index, host in enumerate(hosts, start=1):
             _run_ip("netns", "add", host)
             _run_ip("-n", host, "link", "set", "lo", "up")
-            _run_ip("link", "add", host, "netns", host, "type", "veth", "peer", "name", host, "netns", switch)
-            _run_ip("-n", switch, "link", "set", host, "master", "bridge", "up")
+            _run_ip("link", "add", host, "netns", host, "type", "veth", "peer", "name", host, "netns", switch_namespace)
+            _run_ip("-n", switch_namespace, "link", "set", host, "master", "bridge", "up")
             _run_ip("-n", host, "addr", "add", f"10.77.0.{index}/24", "dev", host)
             _run_ip("-n", host, "link", "set", host, "up")
         twin_variables = {"GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24", "GDRKIT_TWINS_GPUS": "1", **(variables or {})}
         with _run_job(hosts, command, output, ranks_per_host=1, variables=twin_variables) as job:
             yield job
     finally:
-        for host in (*hosts, switch):
+        for host in (*hosts, switch_namespace):
             subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
 
 
@@ -159,28 +162,30 @@ def _run_job(
         remote_shell.chmod(0o700)
         options = ["--mca", "plm_rsh_agent", str(remote_shell), "--mca", "plm_rsh_no_tree_spawn", "1"]
         slots = ",".join(f"{host}:{ranks_per_host}" for host in hosts)
-        ranks = ["--host", slots, "-np", str(len(hosts) * ranks_per_host)]
-        line = shlex.join(_make_mpirun_command(Path(folder), [*options, *ranks, *_qualify_command(command, output)]))
-        set_host_name = ["unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {line}"]
-        fabric = {"GDRKIT_TWINS_FABRIC_SECRET": secrets.token_hex(16), **variables}
-        with _start_job(["ip", "netns", "exec", hosts[0], *set_host_name], fabric) as job:
+        rank_options = ["--host", slots, "-np", str(len(hosts) * ranks_per_host)]
+        mpirun_line = shlex.join(
+            _make_mpirun_command(Path(folder), [*options, *rank_options, *_make_qualify_command(command, output)])
+        )
+        set_host_name = ["unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {mpirun_line}"]
+        job_variables = {"GDRKIT_TWINS_FABRIC_SECRET": secrets.token_hex(16), **variables}
+        with _start_job(["ip", "netns", "exec", hosts[0], *set_host_name], job_variables) as job:
             yield job
 
 
 @contextlib.contextmanager
-def run_job_on_this_machine(output: Path, *, command_of_rank_1: Sequence[str] = GDRKIT) -> Iterator[MpiJob]:
+def run_job_on_this_machine(output: Path, *, command_of_rank_1: Sequence[str] = GDRKIT_COMMAND) -> Iterator[MpiJob]:
     """Run ``gdrkit qualify --mpi`` with two ranks. Rank 1 runs the command `command_of_rank_1` instead of gdrkit."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
-        ranks = [
+        rank_options = [
             "-np",
             "1",
-            *_qualify_command(GDRKIT, output),
+            *_make_qualify_command(GDRKIT_COMMAND, output),
             ":",
             "-np",
             "1",
-            *_qualify_command(command_of_rank_1, output),
+            *_make_qualify_command(command_of_rank_1, output),
         ]
-        with _start_job(_make_mpirun_command(Path(folder), ranks), {}) as job:
+        with _start_job(_make_mpirun_command(Path(folder), rank_options), {}) as job:
             yield job
 
 
@@ -192,22 +197,22 @@ def _create_connected_hosts(hosts: list[str]) -> None:
     first_host, second_host = hosts
     # The first network interface of each machine has the name of the machine. Each interface is one NIC of the twins.
     for suffix, network in (("", "10.77.0"), ("b", "10.78.0")):
-        peer = ["peer", "name", second_host + suffix, "netns", second_host]
-        _run_ip("link", "add", first_host + suffix, "netns", first_host, "type", "veth", *peer)
+        peer_options = ["peer", "name", second_host + suffix, "netns", second_host]
+        _run_ip("link", "add", first_host + suffix, "netns", first_host, "type", "veth", *peer_options)
         for index, host in enumerate(hosts, start=1):
             _run_ip("-n", host, "addr", "add", f"{network}.{index}/24", "dev", host + suffix)
             _run_ip("-n", host, "link", "set", host + suffix, "up")
 
 
-def _run_ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _run_ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 def _make_mpirun_command(folder: Path, options: Sequence[str]) -> list[str]:
     return ["mpirun", "--mca", "orte_tmpdir_base", str(folder), "--oversubscribe", *options]
 
 
-def _qualify_command(gdrkit: Sequence[str], output: Path) -> list[str]:
+def _make_qualify_command(gdrkit: Sequence[str], output: Path) -> list[str]:
     return [*gdrkit, "qualify", "--software", "--mpi", "--output", str(output)]
 
 
@@ -220,7 +225,7 @@ def _start_job(command: Sequence[str], variables: Mapping[str, str]) -> Iterator
     }
     root_variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # With GDRKIT_COMMIT, gdrkit does not call git. A git process that is killed would leave its lock in the repository.
-    job_variables = {_MARKER: marker, "GDRKIT_COMMIT": "0" * 40, **variables}
+    job_variables = {_MARKER_VARIABLE: marker, "GDRKIT_COMMIT": "0" * 40, **variables}
     with subprocess.Popen(
         command,
         env={**inherited_variables, **root_variables, **job_variables},

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [needs(software(Api.VERBS), software(Api.CUDA)), pytest.mark.timeout(240)]
 
-# Each cause with the rule of the fault plan, the exit code, and a part of the printed line.
+# Each cause has the rule of the fault plan, the exit code, and a part of the printed line.
 CAUSES = {
     "no dma-buf regions": ("ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP", 1, "no dma-buf regions on twin0"),
     "no peer memory": ("ibv_reg_mr call=* errno=EFAULT", 1, "ibv_reg_mr"),
@@ -56,12 +56,12 @@ def test_check_without_a_fault_is_one_line_and_exit_0(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_check_names_the_cause_in_one_line(tmp_path: Path, cause: str) -> None:
-    rule, code, text = CAUSES[cause]
+    rule, exit_code, expected_text = CAUSES[cause]
     result = run_gdrkit_check(tmp_path, rule, "--budget", "120")
     (line,) = result.stdout.splitlines()
-    assert text in line
+    assert expected_text in line
     assert ". To do: " in line
-    assert result.returncode == code
+    assert result.returncode == exit_code
 
 
 def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_traced():
 REPORT_FILES = {"facts.json", "index.html", "junit.xml", "plan.json", "records.jsonl", "run.json", "summary.md"}
 
 
-def qualify_command(folder: Path, source: str) -> list[str]:
+def make_qualify_command(folder: Path, source: str) -> list[str]:
     suites = folder / "suites"
     suites.mkdir()
     (suites / "test_cases.py").write_text(source)
@@ -87,7 +87,7 @@ def qualify_command(folder: Path, source: str) -> list[str]:
 
 
 def run_qualify(folder: Path, source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [*qualify_command(folder, source), *options]
+    command = [*make_qualify_command(folder, source), *options]
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
@@ -198,7 +198,7 @@ def check_signal_ends_all(tmp_path: Path, signal_number: signal.Signals) -> None
 
     The child ignores SIGINT, and has a FIFO open as long as it lives.
     """
-    command = [*qualify_command(tmp_path, SLOW_CASE), "--software"]
+    command = [*make_qualify_command(tmp_path, SLOW_CASE), "--software"]
     os.mkfifo(tmp_path / "suites" / "alive")
     with (
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process,
@@ -222,7 +222,7 @@ def test_signal_ends_the_case_and_its_children(tmp_path: Path, default_signal: s
 @NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGINT, signal.SIGTERM], indirect=True)
 def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_signal: signal.Signals) -> None:
-    command = [*qualify_command(tmp_path, PASSING_CASES + SLOW_CASE), "--software", "--seed", "3"]
+    command = [*make_qualify_command(tmp_path, PASSING_CASES + SLOW_CASE), "--software", "--seed", "3"]
     os.mkfifo(tmp_path / "suites" / "alive")
     start_time_min = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     with (
@@ -232,11 +232,11 @@ def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_sign
         assert alive.read(1) == b"."
         process.send_signal(default_signal)
         output, _ = process.communicate(timeout=60)
-    report = [sys.executable, "-m", "gdrkit", "report"]
+    report_command = [sys.executable, "-m", "gdrkit", "report"]
     # The last line of the output contains the command that writes the report.
     *_, command_name, argument = output.splitlines()[-1].rpartition("gdrkit report ")
     assert (command_name, argument) == ("gdrkit report ", str(tmp_path / "report"))
-    subprocess.run([*report, *shlex.split(argument)], check=True, capture_output=True)
+    subprocess.run([*report_command, *shlex.split(argument)], check=True, capture_output=True)
     report_data = json.loads((tmp_path / "report" / "report.json").read_text())
     assert (report_data["state"], report_data["exit_code"]) == ("interrupted", 1)
     assert report_data["verdict"] == "The run did not end"
@@ -246,7 +246,7 @@ def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_sign
         any(re.search(r"no record of \d of 2 cases", cause) for cause in report_data["causes"])
         or report_data["counts"]["fail"] == 1
     )
-    subprocess.run([*report, "--fleet", str(tmp_path)], check=True, capture_output=True)
+    subprocess.run([*report_command, "--fleet", str(tmp_path)], check=True, capture_output=True)
     assert json.loads((tmp_path / "fleet.json").read_text())["tally"] == {"interrupted": 1}
 
 
@@ -257,7 +257,7 @@ def test_process_that_outlives_sigkill_is_abandoned(tmp_path: Path, default_sign
 
     A process that hangs in a driver also stays.
     """
-    command = [*qualify_command(tmp_path, TRACED_CASE), "--software"]
+    command = [*make_qualify_command(tmp_path, TRACED_CASE), "--software"]
     for name in ("alive", "end"):
         os.mkfifo(tmp_path / "suites" / name)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -275,8 +275,8 @@ def test_process_that_outlives_sigkill_is_abandoned(tmp_path: Path, default_sign
 @NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGINT], indirect=True)
 def test_run_interrupted_while_collecting_has_no_plan(tmp_path: Path, default_signal: signal.Signals) -> None:
-    """An interrupted collection has only some of the cases, and -k is not applied yet. It must not become a plan."""
-    command = [*qualify_command(tmp_path, PASSING_CASES), "--software"]
+    """An interrupted collection has only some of the cases, without the effect of -k. Their list is not a plan."""
+    command = [*make_qualify_command(tmp_path, PASSING_CASES), "--software"]
     alive = tmp_path / "suites" / "alive"
     os.mkfifo(alive)
     blocking_module = f"open({str(alive)!r}, 'w').write('.')\nopen({str(alive)!r}).read()"

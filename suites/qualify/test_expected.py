@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from support.rates import check_expected_numbers
 
+from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
-from gdrkit.harness.case import CASE
+from gdrkit.harness.case import CASE_KEY
 from gdrkit.harness.evidence import Evidence
-from gdrkit.harness.session import SESSION
+from gdrkit.harness.session import SESSION_KEY
 from gdrkit.inventory import (
     ExpectedNumber,
     Facts,
@@ -43,11 +44,19 @@ def test_copy_rate_may_be_below_its_expectation_by_10_percent(rate: float, verdi
     )
     assert check.verdict is verdict
     assert "expected 55.3, tolerance 10 % (measured on one H200" in check.text
+    # The report reads these names from the evidence of a record.
+    assert serialization.to_json_data(check) == {
+        "number": RATE_NAME,
+        "found": rate,
+        "bound": pytest.approx(0.9 * 55.3),
+        "verdict": verdict.value,
+        "text": check.text,
+    }
 
 
 def test_latency_above_its_tolerance_fails() -> None:
-    expected = ExpectedNumber(case="*", number="latency_us_p50", source="a paper", value=2.0, better="less")
-    profile = Profile(schema_version=1, name="a", about="", expected=(expected,))
+    expected_number = ExpectedNumber(case="*", number="latency_us_p50", source="a paper", value=2.0, better="less")
+    profile = Profile(schema_version=1, name="a", about="", expected=(expected_number,))
     verdicts = [
         check_numbers("x", {"latency_us_p50": latency_us}, profile=profile, limits={})[0].verdict
         for latency_us in (1.0, 2.2, 2.3)
@@ -107,8 +116,8 @@ def test_rate_without_an_expectation_is_checked_by_link_limits(rate: float, expe
 def test_rate_below_its_expectation_fails_only_on_hardware(substrate: Substrate) -> None:
     evidence, session = Evidence(), SimpleNamespace(substrate={"cuda": substrate}, profile=load_profile("h200-1"))
     session.facts = probe(query_apis=False)
-    item = SimpleNamespace(nodeid=COPY_CASE, stash={CASE: SimpleNamespace(evidence=evidence)})
-    item.config = SimpleNamespace(stash={SESSION: session})
+    item = SimpleNamespace(nodeid=COPY_CASE, stash={CASE_KEY: SimpleNamespace(evidence=evidence)})
+    item.config = SimpleNamespace(stash={SESSION_KEY: session})
     evidence["measured_apis"] = ["cuda"]
     evidence.number(RATE_NAME, 20.0)
     if substrate is Substrate.TWIN:
@@ -127,7 +136,7 @@ def test_expectations_of_all_profiles_have_a_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "error"),
+    ("line", "error_pattern"),
     [
         ("source = 'x'", "needs either value or limit_percent"),
         ("source = 'x'\nvalue = 1\nlimit_percent = 5", "needs either value or limit_percent"),
@@ -136,8 +145,8 @@ def test_expectations_of_all_profiles_have_a_source() -> None:
         ("source = ''\nvalue = 1", "no source"),
     ],
 )
-def test_malformed_expectation_is_refused(tmp_path: Path, line: str, error: str) -> None:
+def test_malformed_expectation_is_refused(tmp_path: Path, line: str, error_pattern: str) -> None:
     (tmp_path / "a.toml").write_text(PROFILE_START + line)
-    with pytest.raises(UsageError, match=error) as error_info:
+    with pytest.raises(UsageError, match=error_pattern) as error_info:
         load_profile("a", folder=tmp_path)
     assert error_info.value.reason is Reason.MALFORMED

@@ -34,7 +34,7 @@ VALID_PLANS = {
     "rule of another twin": "cuMemAlloc_v2 call=1 status=2\n",
     "of one NIC": "ibv_reg_dmabuf_mr call=* errno=14 nic=twin1\nwc.rdma_read nic=twin0 call=* delay_us=5\n",
 }
-# Each plan with its rules and the line number of the error. The header is line 1.
+# Each plan has its rules, and the line number of the error. The header is line 1.
 MALFORMED_PLANS = {
     "code missing": ("ibv_reg_mr call=1\n", 2),
     "call missing": ("ibv_reg_mr errno=14\n", 2),
@@ -75,14 +75,14 @@ def test_valid_plan_is_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("name", MALFORMED_PLANS)
 def test_malformed_plan_is_an_error_with_its_line(name: str) -> None:
-    rules, line = MALFORMED_PLANS[name]
+    rules, line_number = MALFORMED_PLANS[name]
     with pytest.raises(ApiError) as error_info:
         parse_plan(HEADER + rules)
     error = error_info.value
     assert (error.api, error.operation, error.errno) == (Api.TWINS, "read fault plan", errno.EINVAL)
     assert error.reason is Reason.MALFORMED
-    assert error.arguments["line"] == line
-    assert f"line {line}" in error.what_to_do
+    assert error.arguments["line"] == line_number
+    assert f"line {line_number}" in error.what_to_do
 
 
 @pytest.mark.parametrize("rules", ["", "# only a comment\n", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=14\n", "\0"])
@@ -136,8 +136,8 @@ def test_twin_has_the_same_grammar(name: str, capfd: pytest.CaptureFixture[str])
         launch.twin_control().set_faults("verbs", HEADER + VALID_PLANS[name])
         launch.twin_control().set_faults("verbs", HEADER)
         return
-    rules, line = MALFORMED_PLANS[name]
+    rules, line_number = MALFORMED_PLANS[name]
     with pytest.raises(OSError, match="malformed") as error_info:
         launch.twin_control().set_faults("verbs", HEADER + rules)
     assert error_info.value.errno == errno.EINVAL
-    assert f"line {line}" in capfd.readouterr().err
+    assert f"line {line_number}" in capfd.readouterr().err

@@ -47,9 +47,9 @@ print(json.dumps(serialization.to_json_data(evidence.kernel_evidence())))
 """
 
 
-def run_in_namespaces(script: str, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+def run_in_namespaces(mount_script: str, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a shell script that mounts files, and then a command, as root of a new user and mount namespace."""
-    commands = f"set -e\n{script}\nexec {shlex.join(command)}\n"
+    commands = f"set -e\n{mount_script}\nexec {shlex.join(command)}\n"
     return subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", commands],
         # The environment has no twins, because the loader would load them instead of the copies.
@@ -65,9 +65,9 @@ def copy_twins_without_notes(folder: Path) -> str:
     environment = launch.environment(launch.Launch(twin_apis=frozenset(SONAME_OF_API)), base={})
     twin_folders = environment["LD_LIBRARY_PATH"].split(os.pathsep)
     copies: list[str] = []
-    for original in twin_folders:
+    for twin_folder in twin_folders:
         copy = folder / f"lib{len(copies)}"
-        shutil.copytree(original, copy)
+        shutil.copytree(twin_folder, copy)
         for file in (path for path in copy.rglob("*.so*") if path.is_file() and not path.is_symlink()):
             file.write_bytes(file.read_bytes().replace(b"GDRKIT\0", b"NVIDIA\0"))
         copies.append(str(copy))
@@ -103,19 +103,19 @@ def test_twins_without_notes_prove_nothing(tmp_path: Path) -> None:
     process = run_in_namespaces(
         make_mount_commands(tmp_path), command, LD_LIBRARY_PATH=copy_twins_without_notes(tmp_path)
     )
-    run = json.loads((output / "run.json").read_text())
+    run_data = json.loads((output / "run.json").read_text())
     # The copied libraries were loaded, and the case passed.
     (record,) = (json.loads(line) for line in (output / "records.jsonl").read_text().splitlines())
     assert (record["verdict"], len(record["routes"]) > 0) == ("pass", True), process.stdout + process.stderr
     assert not [note for library in record["libraries"] for note in library["notes"] if note["owner"] == "GDRKIT"]
     assert record["substrate"] == {"cuda": "unknown", "verbs": "unknown"}
-    assert (process.returncode, run["verdict"]) == (4, "Nothing was proven on hardware")
-    assert run["substrate"]["cuda"] == run["substrate"]["verbs"] == "unknown"
+    assert (process.returncode, run_data["verdict"]) == (4, "Nothing was proven on hardware")
+    assert run_data["substrate"]["cuda"] == run_data["substrate"]["verbs"] == "unknown"
 
 
-def query_evidence_after(script: str) -> dict[str, Any]:
+def query_evidence_after(mount_script: str) -> dict[str, Any]:
     """Run a shell script that mounts files in new namespaces, and return the kernel evidence in them as JSON data."""
-    process = run_in_namespaces(script, [sys.executable, "-c", PRINT_EVIDENCE])
+    process = run_in_namespaces(mount_script, [sys.executable, "-c", PRINT_EVIDENCE])
     assert process.returncode == 0, process.stderr
     evidence: dict[str, Any] = json.loads(process.stdout)
     return evidence
@@ -123,24 +123,24 @@ def query_evidence_after(script: str) -> dict[str, Any]:
 
 @NEEDS_NAMESPACES
 def test_device_file_of_another_type_is_not_a_gpu() -> None:
-    for commands, error in (
+    for commands, expected_error in (
         ("touch /dev/nvidiactl", "/dev/nvidiactl is not a character device"),
         (
             "touch /dev/nvidiactl; mount --bind /old/null /dev/nvidiactl",
             "/dev/nvidiactl has major number 1, which /proc/devices does not list for nvidia",
         ),
     ):
-        script = "mount -t tmpfs none /mnt; mkdir /mnt/old; touch /mnt/old/null\n"
-        script += "mount --bind /dev/null /mnt/old/null; mount -t tmpfs none /dev\n"
-        evidence = query_evidence_after(script + commands.replace("/old", "/mnt/old"))
+        mount_script = "mount -t tmpfs none /mnt; mkdir /mnt/old; touch /mnt/old/null\n"
+        mount_script += "mount --bind /dev/null /mnt/old/null; mount -t tmpfs none /dev\n"
+        evidence = query_evidence_after(mount_script + commands.replace("/old", "/mnt/old"))
         assert (evidence["gpus"], evidence["nvidia_version"]) == ([], None)
-        assert error in evidence["nvidia_missing"][0]
+        assert expected_error in evidence["nvidia_missing"][0]
 
 
 @NEEDS_NAMESPACES
 def test_device_list_outside_procfs_is_not_evidence(tmp_path: Path) -> None:
     (tmp_path / "devices").write_text("Character devices:\n  1 nvidia\n  1 infiniband_verbs\n\nBlock devices:\n")
     evidence = query_evidence_after(f"mount --bind {tmp_path / 'devices'} /proc/devices")
-    for missing in (evidence["nvidia_missing"], evidence["rdma_missing"]):
-        assert "/proc/devices is not on procfs: something is mounted there" in missing[0]
+    for missing_reasons in (evidence["nvidia_missing"], evidence["rdma_missing"]):
+        assert "/proc/devices is not on procfs: something is mounted there" in missing_reasons[0]
     assert (evidence["gpus"], evidence["rdma"]) == ([], [])

@@ -139,30 +139,30 @@ NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs_needs.nic())
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
-    """The run of all cases in CASES."""
+def child_run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
+    """Run all cases in CASES once, and return the run."""
     return run_cases(tmp_path_factory.mktemp("harness"), facts, CASES, "--seed=11", "--profile=any")
 
 
-def get_reason_texts(run: ChildRun, name: str) -> list[str]:
+def get_reason_texts(child_run: ChildRun, name: str) -> list[str]:
     """Return the reasons in the record of a case."""
-    return [reason.text for reason in run.records[name].reasons]
+    return [reason.text for reason in child_run.records[name].reasons]
 
 
 @NEEDS_TWINS
 @JSONSCHEMA
-def test_case_has_one_record_that_conforms_to_the_schema(run: ChildRun) -> None:
-    assert len(run.records) == CASES.count("\ndef test_")
-    for record in run.records.values():
+def test_case_has_one_record_that_conforms_to_the_schema(child_run: ChildRun) -> None:
+    assert len(child_run.records) == CASES.count("\ndef test_")
+    for record in child_run.records.values():
         assert find_violations("record-1.json", json.loads(json.dumps(to_json_data(record)))) == []
         assert record.seed == 11
         assert record.profile == "any"
-        assert record.facts_digest == run.records["test_pass"].facts_digest
+        assert record.facts_digest == child_run.records["test_pass"].facts_digest
 
 
 @NEEDS_TWINS
-def test_record_of_a_passed_case_has_its_evidence(run: ChildRun) -> None:
-    record = run.records["test_pass"]
+def test_record_of_a_passed_case_has_its_evidence(child_run: ChildRun) -> None:
+    record = child_run.records["test_pass"]
     assert record.verdict is Verdict.PASS
     assert record.title == "The first line is the title."
     assert record.evidence["key"] == {"a": [1, None]}
@@ -170,47 +170,47 @@ def test_record_of_a_passed_case_has_its_evidence(run: ChildRun) -> None:
 
 
 @NEEDS_TWINS
-def test_record_of_a_failed_case_has_the_reason_and_no_numbers(run: ChildRun) -> None:
-    record = run.records["test_fail"]
+def test_record_of_a_failed_case_has_the_reason_and_no_numbers(child_run: ChildRun) -> None:
+    record = child_run.records["test_fail"]
     assert record.verdict is Verdict.FAIL
-    assert "assert" in get_reason_texts(run, "test_fail")[0]
+    assert "assert" in get_reason_texts(child_run, "test_fail")[0]
     assert "test_cases.py" in str(record.evidence["traceback"])
     assert record.numbers == {}
-    assert run.exit_code == 1
+    assert child_run.exit_code == 1
 
 
 @NEEDS_TWINS
-def test_case_that_declares_itself_unproven_is_unproven(run: ChildRun) -> None:
-    assert run.records["test_unproven"].verdict is Verdict.UNPROVEN
-    assert get_reason_texts(run, "test_unproven") == ["no counter moved"]
-    assert "2 unproven" in run.output
+def test_case_that_declares_itself_unproven_is_unproven(child_run: ChildRun) -> None:
+    assert child_run.records["test_unproven"].verdict is Verdict.UNPROVEN
+    assert get_reason_texts(child_run, "test_unproven") == ["no counter moved"]
+    assert "2 unproven" in child_run.output
 
 
 @NEEDS_TWINS
-def test_claim_about_hardware_is_unproven_on_twins(run: ChildRun) -> None:
-    assert run.records["test_claims_something_about_hardware"].verdict is Verdict.UNPROVEN
-    assert get_reason_texts(run, "test_claims_something_about_hardware") == ["ran on software twins"]
+def test_claim_about_hardware_is_unproven_on_twins(child_run: ChildRun) -> None:
+    assert child_run.records["test_claims_something_about_hardware"].verdict is Verdict.UNPROVEN
+    assert get_reason_texts(child_run, "test_claims_something_about_hardware") == ["ran on software twins"]
 
 
 @NEEDS_TWINS
-def test_record_names_the_apis_that_its_case_needs(run: ChildRun) -> None:
-    assert run.records["test_records_routes"].uses == ("verbs",)
-    assert run.records["test_uses_a_gaudi"].uses == ("hlthunk",)
+def test_record_names_the_apis_that_its_case_needs(child_run: ChildRun) -> None:
+    assert child_run.records["test_records_routes"].uses == ("verbs",)
+    assert child_run.records["test_uses_a_gaudi"].uses == ("hlthunk",)
 
 
 @NEEDS_TWINS
-def test_record_has_all_unmet_needs_of_its_case(run: ChildRun) -> None:
-    record = run.records["test_all_unmet_needs_are_collected"]
+def test_record_has_all_unmet_needs_of_its_case(child_run: ChildRun) -> None:
+    record = child_run.records["test_all_unmet_needs_are_collected"]
     assert record.verdict is Verdict.NOT_RUN
     assert [reason.need for reason in record.reasons] == ["verbs.nic(count_min=99)", "cuda.device(count_min=99)"]
     assert all(reason.foreseen for reason in record.reasons)
     assert record.substrate == {}
-    assert "99 CUDA devices needed, 2 found" in run.output
+    assert "99 CUDA devices needed, 2 found" in child_run.output
 
 
 @NEEDS_TWINS
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "expected_text"),
     [
         (
             "test_unsupported_although_all_needs_are_met",
@@ -229,39 +229,44 @@ def test_record_has_all_unmet_needs_of_its_case(run: ChildRun) -> None:
         ("test_leaks_a_nic", "verbs.nic"),
     ],
 )
-def test_case_that_breaks_a_rule_fails(run: ChildRun, name: str, text: str) -> None:
-    assert run.records[name].verdict is Verdict.FAIL
-    assert text in get_reason_texts(run, name)[0]
+def test_case_that_breaks_a_rule_fails(child_run: ChildRun, name: str, expected_text: str) -> None:
+    assert child_run.records[name].verdict is Verdict.FAIL
+    assert expected_text in get_reason_texts(child_run, name)[0]
 
 
 @NEEDS_TWINS
 @pytest.mark.parametrize("name", ["test_follows_a_leaking_case", "test_uses_a_module_fixture"])
-def test_leak_fails_only_the_case_that_leaked(run: ChildRun, name: str) -> None:
-    assert run.records[name].verdict is Verdict.PASS
+def test_leak_fails_only_the_case_that_leaked(child_run: ChildRun, name: str) -> None:
+    assert child_run.records[name].verdict is Verdict.PASS
 
 
 @NEEDS_TWINS
-def test_leak_is_also_detected_by_the_ledger_of_the_twin(run: ChildRun) -> None:
-    assert "verbs twin: ibv_context" in get_reason_texts(run, "test_leaks_a_nic")[0]
+def test_leak_is_also_detected_by_the_ledger_of_the_twin(child_run: ChildRun) -> None:
+    assert "verbs twin: ibv_context" in get_reason_texts(child_run, "test_leaks_a_nic")[0]
 
 
 @NEEDS_TWINS
-def test_record_has_the_routes_of_its_case(run: ChildRun) -> None:
-    direct, fallback = run.records["test_records_routes"].routes
-    assert (direct.device_index, direct.nic, direct.way, direct.fell_back) == (0, "twin0", "dmabuf", None)
-    assert fallback.fell_back == "copied through the host"
+def test_record_has_the_routes_of_its_case(child_run: ChildRun) -> None:
+    direct_route, fallback_route = child_run.records["test_records_routes"].routes
+    assert (direct_route.device_index, direct_route.nic, direct_route.way, direct_route.fell_back) == (
+        0,
+        "twin0",
+        "dmabuf",
+        None,
+    )
+    assert fallback_route.fell_back == "copied through the host"
 
 
 @NEEDS_TWINS
-def test_record_has_the_libraries_of_all_its_processes(run: ChildRun) -> None:
-    record = run.records["test_uses_a_peer"]
+def test_record_has_the_libraries_of_all_its_processes(child_run: ChildRun) -> None:
+    record = child_run.records["test_uses_a_peer"]
     twins = [library for library in record.libraries if library.soname == "libibverbs.so.1"]
     assert [library.process for library in twins] == ["case", "peer0"]
     assert all(library.build_id and [note.owner for note in library.notes] == ["GDRKIT"] for library in twins)
     assert record.substrate["verbs"] == "twin"
     # Records of several machines are compared, so a record must not contain paths that only one machine has.
     assert not any(library.path.startswith((sys.prefix, str(install_paths().root))) for library in record.libraries)
-    paths = str(run.records["test_pass"].evidence["paths"])
+    paths = str(child_run.records["test_pass"].evidence["paths"])
     assert "/bin/python" in paths
     assert sys.prefix not in paths
     assert "'/usr/lib/x'" in paths
@@ -272,7 +277,7 @@ def test_machine_specific_path_gets_a_portable_name(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/lib/:{system_folder}:")
     monkeypatch.setenv("HOME", f"{tmp_path}/me")
     monkeypatch.syspath_prepend(tmp_path / "packages")
-    names = {
+    portable_names = {
         f"{tmp_path}/packages/a/b.so": "{site}/a/b.so",
         f"{tmp_path}/lib/libcuda.so.1": "{library_path}/libcuda.so.1",
         f"{tmp_path}/me/libcuda.so.1": "{home}/libcuda.so.1",
@@ -281,12 +286,12 @@ def test_machine_specific_path_gets_a_portable_name(tmp_path: Path, monkeypatch:
         if install_paths().is_checkout
         else f"{install_paths().root}/gdrkit/_a.so",
     }
-    assert {path: install_paths().portable(path) for path in names} == names
+    assert {path: install_paths().portable(path) for path in portable_names} == portable_names
 
 
 @NEEDS_TWINS
-def test_killed_peer_does_not_fail_its_case(run: ChildRun) -> None:
-    assert run.records["test_kills_its_peer"].verdict is Verdict.PASS
+def test_killed_peer_does_not_fail_its_case(child_run: ChildRun) -> None:
+    assert child_run.records["test_kills_its_peer"].verdict is Verdict.PASS
 
 
 @NEEDS_TWINS
@@ -297,40 +302,42 @@ def test_unmet_need_that_is_not_foreseen_fails_the_run(tmp_path: Path, facts: Fa
     @needs(verbs.nic(count_min=99))
     def test_many(): ...
     """
-    run = run_cases(tmp_path, facts, source, "--profile=bare")
-    assert run.exit_code == 1
-    assert run.records["test_many"].verdict is Verdict.NOT_RUN
-    assert run.records["test_many"].is_failure
-    assert "NOT FORESEEN by profile bare" in run.output
+    child_run = run_cases(tmp_path, facts, source, "--profile=bare")
+    assert child_run.exit_code == 1
+    assert child_run.records["test_many"].verdict is Verdict.NOT_RUN
+    assert child_run.records["test_many"].is_failure
+    assert "NOT FORESEEN by profile bare" in child_run.output
 
 
 @NEEDS_TWINS
 def test_run_on_another_substrate_than_required_is_refused(tmp_path: Path, facts: Facts) -> None:
-    run = run_cases(tmp_path, facts, "def test_pass(): ...", "--substrate=verbs=hardware,cuda=twin")
-    assert run.exit_code == 4
-    assert "verbs must run on hardware, but runs on twin" in run.output
-    assert run.records == {}
+    child_run = run_cases(tmp_path, facts, "def test_pass(): ...", "--substrate=verbs=hardware,cuda=twin")
+    assert child_run.exit_code == 4
+    assert "verbs must run on hardware, but runs on twin" in child_run.output
+    assert child_run.records == {}
 
 
 @pytest.mark.parametrize(
-    ("option", "text"),
+    ("option", "expected_text"),
     [
         ("--substrate=soft", "is not a substrate"),
         ("--profile=never", "not 'never'"),
         ("--seed=many", "invalid"),
     ],
 )
-def test_invalid_option_is_an_error_and_runs_no_case(tmp_path: Path, facts: Facts, option: str, text: str) -> None:
-    run = run_cases(tmp_path, facts, "def test_pass(): ...", option)
-    assert run.exit_code == 4
-    assert text in run.output
-    assert run.records == {}
+def test_invalid_option_is_an_error_and_runs_no_case(
+    tmp_path: Path, facts: Facts, option: str, expected_text: str
+) -> None:
+    child_run = run_cases(tmp_path, facts, "def test_pass(): ...", option)
+    assert child_run.exit_code == 4
+    assert expected_text in child_run.output
+    assert child_run.records == {}
 
 
 def test_module_that_skips_itself_fails_the_run(tmp_path: Path, facts: Facts) -> None:
-    run = run_cases(tmp_path, facts, "import pytest\npytest.skip('no', allow_module_level=True)", "--profile=any")
-    assert run.exit_code != 0
-    assert "skips itself at its import" in run.output
+    child_run = run_cases(tmp_path, facts, "import pytest\npytest.skip('no', allow_module_level=True)", "--profile=any")
+    assert child_run.exit_code != 0
+    assert "skips itself at its import" in child_run.output
 
 
 def test_plan_is_written_without_running_cases(tmp_path: Path, facts: Facts) -> None:
@@ -341,8 +348,8 @@ def test_plan_is_written_without_running_cases(tmp_path: Path, facts: Facts) -> 
         "Title."
     def test_one(): ...
     """
-    run = run_cases(tmp_path, facts, source, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=any")
-    assert run.records == {}
+    child_run = run_cases(tmp_path, facts, source, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=any")
+    assert child_run.records == {}
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert [case["case"] for case in plan["cases"]] == ["test_cases.py::test_many", "test_cases.py::test_one"]
     assert plan["cases"][0]["title"] == "Title."

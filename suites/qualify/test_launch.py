@@ -123,7 +123,7 @@ def test_libcuda_without_a_version_is_the_twin() -> None:
 
 @NEEDS_TWINS
 @pytest.mark.parametrize(
-    ("command", "exit_code", "error"),
+    ("command", "exit_code", "expected_error"),
     [
         (["sh", "-c", "exit 9"], 9, ""),
         (["sh", "-c", "kill -TERM $$"], -signal.SIGTERM, ""),
@@ -131,12 +131,12 @@ def test_libcuda_without_a_version_is_the_twin() -> None:
         (["/proc/self/status"], 126, "Permission denied (EACCES)"),
     ],
 )
-def test_exit_code_is_that_of_the_command(command: list[str], exit_code: int, error: str) -> None:
+def test_exit_code_is_that_of_the_command(command: list[str], exit_code: int, expected_error: str) -> None:
     process = run_gdrkit("run", "--software", "--quiet", "--", *command)
     assert process.returncode == exit_code
-    assert error in process.stderr
+    assert expected_error in process.stderr
     lines = [line for line in process.stderr.splitlines() if "leaves" not in line]
-    assert len(lines) == (1 if error else 0)
+    assert len(lines) == (1 if expected_error else 0)
 
 
 def test_malformed_fault_plan_is_refused_before_the_command_runs(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def make_facts_with_gpu(**fields: object) -> Facts:
 
 
 @pytest.mark.parametrize(
-    ("libraries", "facts", "expected"),
+    ("libraries", "facts", "expected_substrates"),
     [
         (
             [*VENDOR_LIBRARIES, CUFILE_LIBRARY],
@@ -88,7 +88,7 @@ def make_facts_with_gpu(**fields: object) -> Facts:
         # The facts contain the devices, but no evidence from the kernel.
         (VENDOR_LIBRARIES, make_facts(rdma=[NIC], driver=DRIVER), {"verbs": "unknown", "cuda": "unknown"}),
         (VENDOR_LIBRARIES, make_hardware_facts(evidence=None), {"verbs": "unknown", "cuda": "unknown"}),
-        # The kernel has neither a GPU nor a NIC.
+        # The kernel reports neither a GPU nor a NIC.
         (VENDOR_LIBRARIES, make_hardware_facts(evidence=KernelEvidence()), {"verbs": "unknown", "cuda": "unknown"}),
         # The devices exist, but the library had none of them open.
         (VENDOR_LIBRARIES, make_hardware_facts(is_cuda_open=False), {"verbs": "hardware", "cuda": "unknown"}),
@@ -124,17 +124,17 @@ def make_facts_with_gpu(**fields: object) -> Facts:
         ([make_library("libhl-thunk.so", error="cut off")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
         ([make_library("libhlthunk.so", error="cut off")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
         ([make_library("libcudart.so.12", error="cut off")], HARDWARE_FACTS, {}),
-        # An intact file without a SONAME, or with another one, is not a library of an API, whatever its file name is.
+        # An intact file without a SONAME or with another SONAME is not a library of an API, whatever its file name is.
         ([dataclasses.replace(VENDOR_LIBRARIES[1], soname=None)], HARDWARE_FACTS, {}),
         ([dataclasses.replace(VENDOR_LIBRARIES[0], soname="libother.so.1")], HARDWARE_FACTS, {}),
     ],
     ids=range(30),
 )
 def test_substrate_follows_from_libraries_and_kernel_evidence(
-    libraries: list[object], facts: Facts, expected: dict[str, str]
+    libraries: list[object], facts: Facts, expected_substrates: dict[str, str]
 ) -> None:
     substrates = substrate_of(libraries, facts)  # type: ignore[arg-type]
-    assert {api: substrate.value for api, substrate in substrates.items()} == expected
+    assert {api: substrate.value for api, substrate in substrates.items()} == expected_substrates
 
 
 def test_substrate_of_a_nic_unknown_to_the_kernel_is_unknown() -> None:
@@ -170,10 +170,13 @@ def test_without_verbs_facts_every_nic_of_the_kernel_counts() -> None:
     (nic,) = EVIDENCE.rdma
     assert nic.node is not None
     software_nic = dataclasses.replace(nic, name="rxe0", driver="rxe")
-    for rdma, expected in (((nic,), Substrate.HARDWARE), ((nic, software_nic), Substrate.KERNEL_SOFTWARE)):
-        kernel_evidence = dataclasses.replace(EVIDENCE, rdma=rdma)
+    for rdma_devices, expected_substrate in (
+        ((nic,), Substrate.HARDWARE),
+        ((nic, software_nic), Substrate.KERNEL_SOFTWARE),
+    ):
+        kernel_evidence = dataclasses.replace(EVIDENCE, rdma=rdma_devices)
         facts = dataclasses.replace(make_hardware_facts(evidence=kernel_evidence), verbs=None)
-        assert substrate_of(VENDOR_LIBRARIES[:1], facts, nodes=[nic.node]) == {"verbs": expected}
+        assert substrate_of(VENDOR_LIBRARIES[:1], facts, nodes=[nic.node]) == {"verbs": expected_substrate}
 
 
 def test_combined_substrate_is_the_weakest() -> None:
@@ -182,7 +185,7 @@ def test_combined_substrate_is_the_weakest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "state", "cause"),
+    ("record", "expected_state", "expected_cause"),
     [
         (make_record(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES), RouteOutcome.PROVEN, ""),
         (
@@ -240,18 +243,18 @@ def test_combined_substrate_is_the_weakest() -> None:
     ],
 )
 def test_route_is_proven_only_by_a_case_that_passed_on_hardware(
-    record: Record, state: RouteOutcome, cause: str
+    record: Record, expected_state: RouteOutcome, expected_cause: str
 ) -> None:
     (status,) = route_statuses(make_facts(), [record])
-    assert (status.state, status.cause) == (state, cause)
+    assert (status.state, status.cause) == (expected_state, expected_cause)
     assert status.name == "GPU 0 <- NIC mlx5_0 by dma-buf"
 
 
 def test_path_of_a_route_is_wire_if_a_passed_case_used_two_nics() -> None:
-    loopback = dataclasses.replace(DIRECT_ROUTE, path="loopback", unproven="loopback_not_counted")
+    loopback_route = dataclasses.replace(DIRECT_ROUTE, path="loopback", unproven="loopback_not_counted")
     records = [
-        make_record(case=f"a.py::test_{index}", routes=(claimed,), substrate=HARDWARE_SUBSTRATES)
-        for index, claimed in enumerate([ClaimedRoute(0, "mlx5_0", "dmabuf"), loopback, DIRECT_ROUTE])
+        make_record(case=f"a.py::test_{index}", routes=(claimed_route,), substrate=HARDWARE_SUBSTRATES)
+        for index, claimed_route in enumerate([ClaimedRoute(0, "mlx5_0", "dmabuf"), loopback_route, DIRECT_ROUTE])
     ]
     statuses = [route_statuses(make_facts(), records[:count])[0] for count in (1, 2, 3)]
     assert [status.path for status in statuses] == ["", "loopback", "wire"]
@@ -303,7 +306,7 @@ FACTS_WITH_PEER_MEMORY = make_facts(routes=[make_route_facts("peer_memory")])
 
 
 @pytest.mark.parametrize(
-    ("profile", "records", "facts", "software", "code", "verdict"),
+    ("profile", "records", "facts", "is_software_run", "exit_code", "verdict"),
     [
         (ANY_PROFILE, [PROVEN_RECORD], make_facts(), False, 0, "Every required route is proven on hardware"),
         (TWO_CASES_PROFILE, [PASSED_RECORD, PASSED_RECORD], make_facts(), True, 0, "The code passed on software twins"),
@@ -358,10 +361,10 @@ FACTS_WITH_PEER_MEMORY = make_facts(routes=[make_route_facts("peer_memory")])
     ],
 )
 def test_exit_code_follows_from_the_records(
-    profile: Profile, records: list[Record], facts: Facts, *, software: bool, code: int, verdict: str
+    profile: Profile, records: list[Record], facts: Facts, *, is_software_run: bool, exit_code: int, verdict: str
 ) -> None:
-    outcome = decide(facts, profile, records, software_asked=software)
-    assert outcome.code is ExitCode(code)
+    outcome = decide(facts, profile, records, software_asked=is_software_run)
+    assert outcome.code is ExitCode(exit_code)
     assert outcome.verdict.startswith(verdict)
     assert outcome.causes or outcome.code is ExitCode.PROVEN or outcome.verdict.startswith("Only")
 

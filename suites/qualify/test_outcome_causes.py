@@ -21,7 +21,7 @@ HARDWARE_SUBSTRATES = {"verbs": "hardware", "cuda": "hardware"}
 BARE_PROFILE = Profile(schema_version=1, name="bare", about="")
 STRICT_PROFILE = dataclasses.replace(BARE_PROFILE, name="strict", routes=(RequiredRoute(),))
 PASSED_RECORD = make_record(substrate=HARDWARE_SUBSTRATES)
-PROVEN_BY_PEER = make_record(routes=(make_proven_route(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE_SUBSTRATES)
+PEER_MEMORY_RECORD = make_record(routes=(make_proven_route(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE_SUBSTRATES)
 # An outcome lists at most this number of causes.
 CAUSES_MAX = 5
 
@@ -73,10 +73,10 @@ def test_failed_case_without_a_reason_is_listed_by_name() -> None:
 
 
 def test_cases_that_did_not_run_are_not_counted_as_run() -> None:
-    foreseen = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
+    foreseen_record = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
     assert (
         decide(
-            make_facts(), BARE_PROFILE, [make_failed_record(0), PASSED_RECORD, foreseen], software_asked=True
+            make_facts(), BARE_PROFILE, [make_failed_record(0), PASSED_RECORD, foreseen_record], software_asked=True
         ).verdict
         == "1 of 2 cases failed"
     )
@@ -123,9 +123,9 @@ def test_foreseen_needs_of_a_missed_case_are_not_causes() -> None:
 
 
 def test_required_routes_are_listed_as_causes_and_kept() -> None:
-    proven = make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE_SUBSTRATES)
+    proven_record = make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE_SUBSTRATES)
     routes = [dataclasses.replace(make_route_facts("dmabuf"), device_index=index) for index in range(7)]
-    outcome = decide(make_facts(routes=routes), STRICT_PROFILE, [proven], software_asked=False)
+    outcome = decide(make_facts(routes=routes), STRICT_PROFILE, [proven_record], software_asked=False)
     assert outcome.verdict == "6 required routes not proven"
     assert len(outcome.required) == 6
     assert outcome.causes == outcome.required[:CAUSES_MAX]
@@ -179,7 +179,7 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
 
 
 @pytest.mark.parametrize(
-    ("records", "routes", "failure", "software", "expected"),
+    ("records", "routes", "failure", "is_software_run", "expected_outcome"),
     [
         ([PASSED_RECORD], [], None, True, Outcome(ExitCode.PROVEN, "The code passed on software twins", (), (), ())),
         (
@@ -222,14 +222,14 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
             ),
         ),
         (
-            [PROVEN_BY_PEER],
+            [PEER_MEMORY_RECORD],
             ["dmabuf"],
             None,
             False,
             Outcome(ExitCode.FAILED, "1 required route not proven", (REQUIRED_ROUTE_TEXT,), (), (REQUIRED_ROUTE_TEXT,)),
         ),
         (
-            [PROVEN_BY_PEER],
+            [PEER_MEMORY_RECORD],
             [],
             None,
             False,
@@ -272,11 +272,16 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
     ],
 )
 def test_outcome_has_every_field(
-    records: list[Record], routes: list[str], failure: ApiFailure | None, *, software: bool, expected: Outcome
+    records: list[Record],
+    routes: list[str],
+    failure: ApiFailure | None,
+    *,
+    is_software_run: bool,
+    expected_outcome: Outcome,
 ) -> None:
     facts = make_facts(routes=[make_route_facts(method) for method in routes], failure=failure)
     profile = dataclasses.replace(STRICT_PROFILE, cases_min=1)
-    assert decide(facts, profile, records, software_asked=software) == expected
+    assert decide(facts, profile, records, software_asked=is_software_run) == expected_outcome
 
 
 def test_first_five_causes_of_unproven_routes_are_listed() -> None:
@@ -300,6 +305,6 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
 @pytest.mark.parametrize(("count", "is_passing"), [(1, False), (2, True), (3, True)])
 def test_minimum_number_of_cases_counts(count: int, *, is_passing: bool) -> None:
     profile = dataclasses.replace(BARE_PROFILE, cases_min=2)
-    foreseen = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
-    outcome = decide(make_facts(), profile, [PASSED_RECORD] * count + [foreseen] * 2, software_asked=True)
+    foreseen_record = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
+    outcome = decide(make_facts(), profile, [PASSED_RECORD] * count + [foreseen_record] * 2, software_asked=True)
     assert (outcome.code is ExitCode.PROVEN) == is_passing

@@ -69,14 +69,14 @@ ERRORS: list[GdrkitError] = [
 @pytest.fixture
 def channels() -> Iterator[tuple[Channel, Channel]]:
     """Yield two channels that are connected to each other."""
-    sender, receiver = (Channel(connected) for connected in socket.socketpair())
+    sender, receiver = (Channel(connected_socket) for connected_socket in socket.socketpair())
     yield sender, receiver
     sender.close()
     receiver.close()
 
 
 def collect_fields(error: BaseException) -> dict[str, object]:
-    """Return the class, the text and the fields of an error, and recursively of each of its causes."""
+    """Return the class, the text and the fields of an error, and the same for each of its causes."""
     causes = [collect_fields(cause) for cause in getattr(error, "causes", ())]
     return {**vars(error), "causes": causes, "class": type(error), "text": str(error)}
 
@@ -85,17 +85,19 @@ def collect_fields(error: BaseException) -> dict[str, object]:
 def test_error_keeps_its_class_and_its_fields(error: GdrkitError) -> None:
     error_with_note = error.clone()
     error_with_note.add_note("a note")
-    for original in (error, error_with_note):
-        restored = error_from_json_data(json.loads(json.dumps(error_to_json_data(original))))
-        assert collect_fields(restored) == collect_fields(original)
+    for original_error in (error, error_with_note):
+        restored_error = error_from_json_data(json.loads(json.dumps(error_to_json_data(original_error))))
+        assert collect_fields(restored_error) == collect_fields(original_error)
 
 
 def test_error_of_an_unknown_class_keeps_its_text() -> None:
     class PeerOnlyError(GdrkitError):
         """An error class that only the peer process knows."""
 
-    restored = error_from_json_data(error_to_json_data(PeerOnlyError("gone", reason=Reason.TIMEOUT, what_to_do="wait")))
-    fields = (type(restored), restored.message, restored.reason, restored.what_to_do)
+    restored_error = error_from_json_data(
+        error_to_json_data(PeerOnlyError("gone", reason=Reason.TIMEOUT, what_to_do="wait"))
+    )
+    fields = (type(restored_error), restored_error.message, restored_error.reason, restored_error.what_to_do)
     assert fields == (GdrkitError, "gone", Reason.TIMEOUT, "wait")
 
 
@@ -114,11 +116,11 @@ def test_messages_that_arrive_together_are_received_in_order(channels: tuple[Cha
     assert [receiver.receive(timeout_s=5) for _ in range(3)] == [{"id": 0}, {"id": 1}, {"id": 2}]
 
 
-@pytest.mark.parametrize("text", [b"[]\n", b"7\n", b"null\n"])
-def test_message_that_is_not_an_object_is_refused(text: bytes) -> None:
+@pytest.mark.parametrize("message_bytes", [b"[]\n", b"7\n", b"null\n"])
+def test_message_that_is_not_an_object_is_refused(message_bytes: bytes) -> None:
     sender, receiver_socket = socket.socketpair()
     with sender, contextlib.closing(Channel(receiver_socket)) as receiver:
-        sender.sendall(text + b'{"id": 1}\n')
+        sender.sendall(message_bytes + b'{"id": 1}\n')
         with pytest.raises(UsageError) as error_info:
             receiver.receive(timeout_s=5)
         assert error_info.value.reason is Reason.MALFORMED
@@ -275,18 +277,18 @@ def test_two_processes_write_and_read_each_others_memory(nic: Nic, peer: Peer, s
         nic.completion_queue() as completion_queue,
         nic.queue_pair(completion_queue) as local_queue_pair,
     ):
-        connect_peer_queue_pair = peer.queue_pair()
-        connect_peer_queue_pair.join(local_queue_pair)
-        assert connect_peer_queue_pair.state == "RTS"
-        connect_peer_queue_pair.write(region.remote(), seed=seed, local_offset_bytes=3, stream_offset_bytes=17).expect()
-        connect_peer_queue_pair.read(region.remote(), seed=seed, stream_offset_bytes=17).completion.expect()
+        peer_queue_pair = peer.queue_pair()
+        peer_queue_pair.join(local_queue_pair)
+        assert peer_queue_pair.state == "RTS"
+        peer_queue_pair.write(region.remote(), seed=seed, local_offset_bytes=3, stream_offset_bytes=17).expect()
+        peer_queue_pair.read(region.remote(), seed=seed, stream_offset_bytes=17).completion.expect()
         with pytest.raises(DataMismatch):
-            connect_peer_queue_pair.read(region.remote(), seed=seed)
+            peer_queue_pair.read(region.remote(), seed=seed)
         buffer = peer.buffer(1000)
-        connect_peer_queue_pair.receive(buffer)
+        peer_queue_pair.receive(buffer)
         local_queue_pair.post_send(region, work_id=1, immediate=9)
         local_queue_pair.wait(5000).expect()
-        assert connect_peer_queue_pair.wait_received().expect().immediate == 9
+        assert peer_queue_pair.wait_received().expect().immediate == 9
         assert bytes(data) == buffer.contents()
 
 

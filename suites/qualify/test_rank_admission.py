@@ -41,7 +41,7 @@ class Admission:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self.listener.getsockname()[1]
         self.address: dict[str, object] = {"addresses": ["127.0.0.1"], "port": self.port}
-        self._is_over = False
+        self._should_stop = False
         self._threads = ThreadPoolExecutor()
         self._future = self._threads.submit(
             admit_ranks,
@@ -49,7 +49,7 @@ class Admission:
             count=count,
             token=TOKEN,
             timeout_s=STEP_TIMEOUT_S,
-            should_stop=lambda: self._is_over,
+            should_stop=lambda: self._should_stop,
         )
 
     def connect(self, data: bytes = b"") -> socket.socket:
@@ -67,7 +67,7 @@ class Admission:
         return self._future.result(STEP_TIMEOUT_S)
 
     def close(self) -> None:
-        self._is_over = True
+        self._should_stop = True
         for connection in self.wait_for_ranks().connections:
             connection.close()
         self._threads.shutdown()
@@ -76,10 +76,10 @@ class Admission:
 
 @pytest.fixture
 def admission() -> Iterator[Admission]:
-    """An admission of two ranks."""
-    two_ranks = Admission(2)
-    yield two_ranks
-    two_ranks.close()
+    """Yield an admission of two ranks."""
+    new_admission = Admission(2)
+    yield new_admission
+    new_admission.close()
 
 
 def pack_rank_hello(**changes: object) -> bytes:
@@ -159,8 +159,10 @@ def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts)
     rejected_rank = join(admission.address, make_rank_hello(1, version="0.0.9"))
     admitted_ranks = admission.wait_for_ranks()
     assert list(admitted_ranks.ranks) == [0]
-    text = f"rank 1 (near): it has gdrkit 0.0.9, and rank 0 has {gdrkit.__version__}: install one version on all hosts"
-    assert admitted_ranks.rejected == {1: text}
+    expected_reason = (
+        f"rank 1 (near): it has gdrkit 0.0.9, and rank 0 has {gdrkit.__version__}: install one version on all hosts"
+    )
+    assert admitted_ranks.rejected == {1: expected_reason}
     admitted_ranks.send_exit_code(1)
     assert rejected_rank.receive(timeout_s=STEP_TIMEOUT_S) == {"exit_code": 1}
     rejected_rank.close()
@@ -192,8 +194,8 @@ def test_rank_skips_an_address_where_another_program_answers(admission: Admissio
     with socket.create_server(("127.0.0.2", admission.port)) as echo_listener:
         admission.address["addresses"] = ["127.0.0.3", "127.0.0.2", "127.0.0.1"]
         admission.start_rank(make_rank_hello(1), facts)
-        with contextlib.closing(MessageSocket(echo_listener.accept()[0])) as echo:
-            echo.send(echo.receive(timeout_s=STEP_TIMEOUT_S), timeout_s=STEP_TIMEOUT_S)
+        with contextlib.closing(MessageSocket(echo_listener.accept()[0])) as echo_socket:
+            echo_socket.send(echo_socket.receive(timeout_s=STEP_TIMEOUT_S), timeout_s=STEP_TIMEOUT_S)
             admission.address["addresses"] = ["127.0.0.1"]
             admission.start_rank(make_rank_hello(0), facts)
             assert list(admission.wait_for_ranks().ranks) == [0, 1]

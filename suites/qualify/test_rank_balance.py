@@ -8,7 +8,7 @@ import signal
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from qualify.mpi_job import GDRKIT, run_job_on_four_machines
+from qualify.mpi_job import GDRKIT_COMMAND, run_job_on_four_machines
 from qualify.test_ranks import NEEDS_TWO_MACHINES, make_rank_facts
 
 from gdrkit.qualify.ranks.pairs import plan_rounds
@@ -58,28 +58,28 @@ plan=plan
 test "$OMPI_COMM_WORLD_RANK" = {SLOW_RANK} && plan=slow
 export GDRKIT_TWINS_FAULTS={shlex.quote(str(tmp_path))}/$plan
 # The software twins (libraries that emulate the hardware) have port counters only below `gdrkit run`.
-exec {shlex.join(GDRKIT)} run --software --isolated --quiet -- {shlex.join(GDRKIT)} "$@"
+exec {shlex.join(GDRKIT_COMMAND)} run --software --isolated --quiet -- {shlex.join(GDRKIT_COMMAND)} "$@"
 """)
     program.chmod(0o700)
     variables = {"GDRKIT_TWINS_LATE_US": "0"}
     with run_job_on_four_machines(tmp_path / "out", command=(str(program),), variables=variables) as job:
         job.wait_for_line("Report: ")
-        code = job.wait()
+        exit_code = job.wait()
     folder = RunFolder(tmp_path / "out")
     records = [record for record in read_records(folder.records) if record.case.startswith("balance/")]
-    assert (code, len(records)) == (0, 8)
+    assert (exit_code, len(records)) == (0, 8)
     slow_records = [record for record in records if record.verdict is Verdict.UNPROVEN]
     assert {get_rank_pair(record) for record in slow_records} == {(SLOW_RANK, 3), (SLOW_RANK, 0)}
     assert all(f"slow pair: rank {SLOW_RANK} (gk" in record.reasons[0].text for record in slow_records)
     assert all(record.verdict is Verdict.PASS for record in records if record not in slow_records)
     for record in records:
-        growth = cast("dict[str, dict[str, int]]", record.evidence["port_growth"])
+        port_growth = cast("dict[str, dict[str, int]]", record.evidence["port_growth"])
         expected_bytes = cast("dict[str, int]", record.evidence["port_bytes_expected"])
         assert record.evidence["unproven"] == ""
         for role, count in expected_bytes.items():
             # The port also counts the headers of the packets, which have less than 5 % of the bytes.
-            assert count <= growth[role]["sent_bytes"] < 1.05 * count
-            assert count <= growth[role]["received_bytes"] < 1.05 * count
+            assert count <= port_growth[role]["sent_bytes"] < 1.05 * count
+            assert count <= port_growth[role]["received_bytes"] < 1.05 * count
     assert "slow pair" in folder.index.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Tests of the process in which an MPI rank measures: one timeout covers start and reply, and it ends with the rank."""
+"""The child process in which an MPI rank measures: one timeout covers start and reply. The child ends with its rank."""
 
 from __future__ import annotations
 
@@ -66,16 +66,18 @@ def test_child_with_an_invalid_reply_is_killed(tmp_path: Path) -> None:
 def test_child_that_hangs_ends_with_its_rank() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", RANK_PROGRAM], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
-    ) as rank:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == b"ready\n"
-        (child,) = map(int, Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split())
-        pidfd = os.pidfd_open(child)
+    ) as rank_process:
+        assert rank_process.stdout is not None
+        assert rank_process.stdout.readline() == b"ready\n"
+        (child_process_id,) = map(
+            int, Path(f"/proc/{rank_process.pid}/task/{rank_process.pid}/children").read_text().split()
+        )
+        pidfd = os.pidfd_open(child_process_id)
         try:
             # Like a process that hangs in a driver, a stopped process cannot notice the end of its parent.
             signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
-            rank.kill()
-            rank.wait()
+            rank_process.kill()
+            rank_process.wait()
             assert select.select([pidfd], [], [], 10)[0], "the child has outlived its rank"
         finally:
             with contextlib.suppress(ProcessLookupError):

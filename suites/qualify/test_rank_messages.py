@@ -22,21 +22,23 @@ SHORT_S = 0.05
 
 @pytest.fixture
 def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The socket of rank 0 and the socket of the rank that is connected to it."""
-    local, remote = socket.socketpair()
-    with local, remote:
-        yield local, remote
+    """Yield the socket of rank 0, and the socket of the rank at the other end of the connection."""
+    rank_0_socket, rank_socket = socket.socketpair()
+    with rank_0_socket, rank_socket:
+        yield rank_0_socket, rank_socket
 
 
-def make_proxy(connected: socket.socket, *, step_timeout_s: float = SHORT_S) -> RankProxy:
+def make_proxy(connected_socket: socket.socket, *, step_timeout_s: float = SHORT_S) -> RankProxy:
     """Return the proxy of rank 7."""
     rank_facts = RankFacts(7, "far 01234567 1", cast("Any", None))
-    return RankProxy(rank_facts, MessageSocket(connected), step_timeout_s=step_timeout_s, transit_timeout_s=SHORT_S)
+    return RankProxy(
+        rank_facts, MessageSocket(connected_socket), step_timeout_s=step_timeout_s, transit_timeout_s=SHORT_S
+    )
 
 
 def test_late_reply_is_not_taken_for_that_of_the_next_step(sockets: tuple[socket.socket, socket.socket]) -> None:
-    local, remote = sockets
-    proxy, rank = make_proxy(local), MessageSocket(remote)
+    rank_0_socket, rank_socket = sockets
+    proxy, rank = make_proxy(rank_0_socket), MessageSocket(rank_socket)
     with pytest.raises(StepFailed, match=r"^open_target on rank 7 \(far\): the rank did not reply in time$"):
         proxy.request("open_target", {})
     assert rank.receive(timeout_s=LONG_S)["request"] == 1
@@ -46,8 +48,8 @@ def test_late_reply_is_not_taken_for_that_of_the_next_step(sockets: tuple[socket
 
 
 def test_rank_with_an_outstanding_reply_gets_no_request(sockets: tuple[socket.socket, socket.socket]) -> None:
-    local, remote = sockets
-    proxy, rank = make_proxy(local), MessageSocket(remote)
+    rank_0_socket, rank_socket = sockets
+    proxy, rank = make_proxy(rank_0_socket), MessageSocket(rank_socket)
     with pytest.raises(StepFailed, match="did not reply in time"):
         proxy.request("open_target", {})
     for _ in range(2):
@@ -72,64 +74,66 @@ def test_rank_with_an_outstanding_reply_gets_no_request(sockets: tuple[socket.so
 def test_invalid_reply_is_an_error_that_names_the_rank(
     sockets: tuple[socket.socket, socket.socket], reply: object
 ) -> None:
-    local, remote = sockets
-    proxy = make_proxy(local, step_timeout_s=LONG_S)
-    remote.sendall(json.dumps(reply).encode() + b"\n" + b'{"answer": 1, "result": null}\n')
+    rank_0_socket, rank_socket = sockets
+    proxy = make_proxy(rank_0_socket, step_timeout_s=LONG_S)
+    rank_socket.sendall(json.dumps(reply).encode() + b"\n" + b'{"answer": 1, "result": null}\n')
     with pytest.raises(StepFailed, match=r"^run on rank 7 \(far\): the rank sent an invalid reply: "):
         proxy.request("run", {})
     # After an invalid reply, valid replies are refused too.
     with pytest.raises(StepFailed, match=r"^close on rank 7 \(far\): the rank sent an invalid reply: "):
         proxy.request("close", {})
-    remote.recv(1 << 16)
-    assert remote.recv(1) == b""
+    rank_socket.recv(1 << 16)
+    assert rank_socket.recv(1) == b""
 
 
 def test_rank_that_has_ended_is_an_error(sockets: tuple[socket.socket, socket.socket]) -> None:
-    local, remote = sockets
-    proxy = make_proxy(local)
-    remote.close()
+    rank_0_socket, rank_socket = sockets
+    proxy = make_proxy(rank_0_socket)
+    rank_socket.close()
     with pytest.raises(StepFailed, match=r"^run on rank 7 \(far\): the rank has closed its connection$"):
         proxy.request("run", {})
 
 
 @pytest.mark.parametrize(
-    "text", [b"not JSON", b"\xff\xfe", b"[" * 100_000, b'{"a": NaN}', b"7", b"", b'{"a": 1} {"b": 2}']
+    "message_bytes", [b"not JSON", b"\xff\xfe", b"[" * 100_000, b'{"a": NaN}', b"7", b"", b'{"a": 1} {"b": 2}']
 )
-def test_malformed_message_is_refused(sockets: tuple[socket.socket, socket.socket], text: bytes) -> None:
-    local, remote = sockets
-    remote.sendall(text + b"\n")
+def test_malformed_message_is_refused(sockets: tuple[socket.socket, socket.socket], message_bytes: bytes) -> None:
+    rank_0_socket, rank_socket = sockets
+    rank_socket.sendall(message_bytes + b"\n")
     with pytest.raises(UsageError, match=r"^a message: ") as error_info:
-        MessageSocket(local).receive(timeout_s=LONG_S)
+        MessageSocket(rank_0_socket).receive(timeout_s=LONG_S)
     assert error_info.value.reason is Reason.MALFORMED
 
 
-@pytest.mark.parametrize("end", [b"", b"\n"])
-def test_message_above_the_length_limit_is_refused(sockets: tuple[socket.socket, socket.socket], end: bytes) -> None:
-    local, remote = sockets
-    remote.sendall(b'"' + b"x" * 1000 + b'"' + end)
+@pytest.mark.parametrize("line_end", [b"", b"\n"])
+def test_message_above_the_length_limit_is_refused(
+    sockets: tuple[socket.socket, socket.socket], line_end: bytes
+) -> None:
+    rank_0_socket, rank_socket = sockets
+    rank_socket.sendall(b'"' + b"x" * 1000 + b'"' + line_end)
     with pytest.raises(UsageError, match="longer than 1000 bytes"):
-        MessageSocket(local).receive(timeout_s=LONG_S, length_bytes_max=1000)
+        MessageSocket(rank_0_socket).receive(timeout_s=LONG_S, length_bytes_max=1000)
 
 
 def test_message_may_arrive_in_parts(sockets: tuple[socket.socket, socket.socket]) -> None:
-    local, remote = sockets
-    receiver = MessageSocket(local)
-    for part in (b'{"a"', b": 1", b'}\n{"b": 2}\n{'):
+    rank_0_socket, rank_socket = sockets
+    receiver = MessageSocket(rank_0_socket)
+    for message_part in (b'{"a"', b": 1", b'}\n{"b": 2}\n{'):
         with pytest.raises(TimeoutError):
             receiver.receive(timeout_s=0)
-        remote.sendall(part)
+        rank_socket.sendall(message_part)
     assert [receiver.receive(timeout_s=0) for _ in range(2)] == [{"a": 1}, {"b": 2}]
     with pytest.raises(TimeoutError):
         receiver.receive(timeout_s=SHORT_S)
-    remote.close()
+    rank_socket.close()
     with pytest.raises(PeerGone):
         receiver.receive(timeout_s=LONG_S)
 
 
 def test_connection_is_closed_after_a_message_was_cut_off(sockets: tuple[socket.socket, socket.socket]) -> None:
     """The timeout cut off a message. The peer would read a further message as the missing part of the first one."""
-    local, _ = sockets
-    sender = MessageSocket(local)
+    rank_0_socket, _ = sockets
+    sender = MessageSocket(rank_0_socket)
     with pytest.raises(TimeoutError):
         sender.send({"long": "x" * (1 << 24)}, timeout_s=SHORT_S)
     with pytest.raises(PeerGone):

@@ -72,10 +72,10 @@ def test_killed_measuring_process_fails_one_pair_only(tmp_path: Path) -> None:
         os.kill(job.find_measuring_process(rank=0), signal.SIGKILL)
         job.wait_for_line("SIGKILL")
         assert time.monotonic() - kill_time_s < 60
-        code = job.wait()
+        exit_code = job.wait()
     records = read_records(tmp_path / "out" / "records.jsonl")
     failed_records = [record for record in records if record.verdict is Verdict.FAIL]
-    assert (code, len(records), len(failed_records)) == (1, 8, 1)
+    assert (exit_code, len(records), len(failed_records)) == (1, 8, 1)
     assert "rank 0" in failed_records[0].reasons[0].text
     for record in records:
         hosts = cast("dict[str, str]", record.evidence["hosts"])
@@ -126,9 +126,9 @@ def test_rank_that_hangs_fails_one_pair_only(tmp_path: Path) -> None:
         job.wait_for_line("FAIL  ")
         assert time.monotonic() - stop_time_s < 60
         os.kill(job.find_rank_process(rank=1), signal.SIGCONT)
-        code = job.wait()
+        exit_code = job.wait()
     records = read_records(tmp_path / "out" / "records.jsonl")
-    assert (code, [record.verdict for record in records]) == (1, [Verdict.FAIL] + [Verdict.PASS] * 3)
+    assert (exit_code, [record.verdict for record in records]) == (1, [Verdict.FAIL] + [Verdict.PASS] * 3)
     assert "on rank 1" in records[0].reasons[0].text
     assert "did not reply in time" in records[0].reasons[0].text
 
@@ -171,7 +171,7 @@ def test_ranks_exit_with_the_code_of_a_missing_set_up(tmp_path: Path) -> None:
     program_of_rank_1 = (
         "import pathlib, sys\nfrom gdrkit.cli import main\ntry:\n    main()\nexcept SystemExit as ended:\n"
     )
-    program_of_rank_1 += f"    pathlib.Path({str(tmp_path / 'code')!r}).write_text(str(ended.code))\n    raise"
+    program_of_rank_1 += f"    pathlib.Path({str(tmp_path / 'exit_code')!r}).write_text(str(ended.code))\n    raise"
     with run_job_on_this_machine(
         tmp_path / "file" / "out", command_of_rank_1=(sys.executable, "-c", program_of_rank_1)
     ) as job:

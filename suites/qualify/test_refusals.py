@@ -1,7 +1,7 @@
 """Expected refusals: a profile can state with which errors a registration is refused if a need is unmet.
 
 A case with such an unmet need runs, and passes only if it ends with exactly these errors. A child pytest runs the cases
-in CASES on the facts of a machine with Soft-RoCE, for which the profile `lab` is made. A fault plan makes the verbs
+in CASES on the facts of a machine with Soft-RoCE, for which the profile `lab` was made. A fault plan makes the verbs
 twin (a library that emulates the hardware) return the errors of the Soft-RoCE driver, or other errors.
 """
 
@@ -54,14 +54,14 @@ def registration_errors(dmabuf="EOPNOTSUPP", address="EFAULT"):
     finally:
         launch.twin_control().set_faults("verbs", "gdrkit-faults 1\\n")
 
-def cause(operation, number, api=Api.VERBS):
+def make_cause(operation, number, api=Api.VERBS):
     return Unsupported(api=api, operation=operation, status=number, status_name=errno.errorcode[number], errno=number)
 
 def refuse(*causes, reason=Reason.NO_ROUTE):
     raise RegistrationFailed("refusal", causes=causes, reason=reason)
 
-DMABUF = cause("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
-ADDRESS = cause("ibv_reg_mr", errno.EFAULT)
+DMABUF = make_cause("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
+ADDRESS = make_cause("ibv_reg_mr", errno.EFAULT)
 
 @REGISTRATION
 def test_register(device, nic, evidence):
@@ -133,11 +133,11 @@ def test_causes_in_reverse_order():
 
 @REGISTRATION
 def test_another_operation():
-    refuse(DMABUF, cause("ibv_open_device", errno.EFAULT))
+    refuse(DMABUF, make_cause("ibv_open_device", errno.EFAULT))
 
 @REGISTRATION
 def test_another_api():
-    refuse(DMABUF, cause("ibv_reg_mr", errno.EFAULT, api=Api.CUDA))
+    refuse(DMABUF, make_cause("ibv_reg_mr", errno.EFAULT, api=Api.CUDA))
 
 @REGISTRATION
 def test_another_reason():
@@ -238,16 +238,16 @@ def make_soft_roce_facts(facts: Facts) -> Facts:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
-    """The run of all cases in CASES with the profile `lab`."""
+def child_run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
+    """Run all cases in CASES once with the profile `lab`, and return the run."""
     return run_cases(
         tmp_path_factory.mktemp("refusals"), make_soft_roce_facts(facts), CASES, "--seed=11", "--profile=lab"
     )
 
 
 @pytest.mark.parametrize("name", REFUSED_CASES)
-def test_expected_refusal_is_recorded_as_not_run(run: ChildRun, name: str) -> None:
-    record = run.records[name]
+def test_expected_refusal_is_recorded_as_not_run(child_run: ChildRun, name: str) -> None:
+    record = child_run.records[name]
     assert (record.verdict, record.is_expected_refusal, record.is_failure) == (Verdict.NOT_RUN, True, False)
     recorded_refusals = record.evidence["refused"]
     assert isinstance(recorded_refusals, list)
@@ -265,12 +265,12 @@ def test_expected_refusal_is_recorded_as_not_run(run: ChildRun, name: str) -> No
 
 @JSONSCHEMA
 @pytest.mark.parametrize("name", REFUSED_CASES)
-def test_record_of_a_refusal_conforms_to_the_schema(run: ChildRun, name: str) -> None:
-    assert find_violations("record-1.json", json.loads(json.dumps(to_json_data(run.records[name])))) == []
+def test_record_of_a_refusal_conforms_to_the_schema(child_run: ChildRun, name: str) -> None:
+    assert find_violations("record-1.json", json.loads(json.dumps(to_json_data(child_run.records[name])))) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "expected_text"),
     [
         ("test_passes", "nothing was refused"),
         ("test_does_nothing", "nothing was refused"),
@@ -293,29 +293,31 @@ def test_record_of_a_refusal_conforms_to_the_schema(run: ChildRun, name: str) ->
         ("test_lacks_no_need_and_is_refused", "RegistrationFailed"),
     ],
 )
-def test_case_without_the_expected_refusal_fails(run: ChildRun, name: str, text: str) -> None:
-    record = run.records[name]
+def test_case_without_the_expected_refusal_fails(child_run: ChildRun, name: str, expected_text: str) -> None:
+    record = child_run.records[name]
     assert (record.verdict, record.is_expected_refusal, record.is_failure) == (Verdict.FAIL, False, True)
-    assert text in record.reasons[0].text
-    assert run.exit_code == 1
+    assert expected_text in record.reasons[0].text
+    assert child_run.exit_code == 1
 
 
-def test_case_with_another_unmet_need_does_not_run(run: ChildRun) -> None:
-    record = run.records["test_lacks_another_need_as_well"]
+def test_case_with_another_unmet_need_does_not_run(child_run: ChildRun) -> None:
+    record = child_run.records["test_lacks_another_need_as_well"]
     assert (record.verdict, record.is_expected_refusal, record.evidence) == (Verdict.NOT_RUN, False, {})
     assert len(record.reasons) == 2
 
 
-def test_refused_cases_are_counted_separately(run: ChildRun) -> None:
-    assert run.records["test_lacks_no_need"].verdict is Verdict.PASS
+def test_refused_cases_are_counted_separately(child_run: ChildRun) -> None:
+    assert child_run.records["test_lacks_no_need"].verdict is Verdict.PASS
     # Two more cases were refused but failed in their tear-down.
-    assert f"{len(REFUSED_CASES) + 2} refused as expected" in run.output
-    assert "1 not run" in run.output
+    assert f"{len(REFUSED_CASES) + 2} refused as expected" in child_run.output
+    assert "1 not run" in child_run.output
 
 
 def test_expected_refusals_do_not_fail_a_run(tmp_path: Path, facts: Facts) -> None:
-    run = run_cases(tmp_path, make_soft_roce_facts(facts), CASES, "--profile=lab", "-k", " or ".join(REFUSED_CASES))
-    assert {name for name, record in run.records.items() if record.is_expected_refusal} >= set(REFUSED_CASES)
+    child_run = run_cases(
+        tmp_path, make_soft_roce_facts(facts), CASES, "--profile=lab", "-k", " or ".join(REFUSED_CASES)
+    )
+    assert {name for name, record in child_run.records.items() if record.is_expected_refusal} >= set(REFUSED_CASES)
     selected_run = run_cases(
         tmp_path, make_soft_roce_facts(facts), CASES, "--profile=lab", "-k", "lease_of_a_cache or manager_of_every_gpu"
     )

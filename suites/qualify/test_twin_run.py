@@ -43,30 +43,37 @@ from pathlib import Path
 from gdrkit.verbs import Nic
 LENGTH_BYTES = 1 << 20
 COUNTERS = Path("/sys/class/infiniband/twin0/ports/1/counters")
-def show():
+def print_counters():
     names = ("port_xmit_data", "port_rcv_data", "port_xmit_packets", "port_rcv_packets")
     print(*((COUNTERS / name).read_text().strip() for name in names))
-show()
+print_counters()
 with contextlib.ExitStack() as stack:
     nic = stack.enter_context(Nic.open("twin0"))
     queue = stack.enter_context(nic.completion_queue())
-    first, second = (stack.enter_context(nic.queue_pair(queue)) for _ in range(2))
-    first.connect(second.endpoint())
-    second.connect(first.endpoint())
+    first_pair, second_pair = (stack.enter_context(nic.queue_pair(queue)) for _ in range(2))
+    first_pair.connect(second_pair.endpoint())
+    second_pair.connect(first_pair.endpoint())
     region = stack.enter_context(nic.register_host(bytearray(LENGTH_BYTES)))
-    first.post_write(region, region.remote(), work_id=1)
+    first_pair.post_write(region, region.remote(), work_id=1)
     queue.wait(20_000)
-show()
+print_counters()
 """
 
 
-def run(*command: str, options: tuple[str, ...] = (), text: str = "") -> subprocess.CompletedProcess[str]:
+def run_on_twins(
+    *command: str, options: tuple[str, ...] = (), input_text: str = ""
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*RUN_COMMAND, *options, "--", *command], input=text, capture_output=True, text=True, check=False, timeout=60
+        [*RUN_COMMAND, *options, "--", *command],
+        input=input_text,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
 
 
-def start(*command: str) -> subprocess.Popen[str]:
+def start_on_twins(*command: str) -> subprocess.Popen[str]:
     # If a shell with job control or nohup started the cases, these signals may be ignored.
     default_signals = ["env", "--default-signal=INT,HUP"]
     return subprocess.Popen(
@@ -75,65 +82,67 @@ def start(*command: str) -> subprocess.Popen[str]:
 
 
 def test_report_names_process_queue_pairs_and_unused_apis() -> None:
-    process = run(sys.executable, "-c", CONNECT_QUEUE_PAIR)
+    process = run_on_twins(sys.executable, "-c", CONNECT_QUEUE_PAIR)
     assert process.returncode == 0, process.stderr
     first_line, *other_lines = process.stderr.splitlines()
     assert re.fullmatch(r"gdrkit: verbs: twin opened by \S+ \(pid \d+\); 1 queue pair", first_line)
     assert other_lines == ["gdrkit: not used: cuda, cufile, hlthunk"]
-    assert run(sys.executable, "-c", CONNECT_QUEUE_PAIR, options=("--quiet",)).stderr == ""
+    assert run_on_twins(sys.executable, "-c", CONNECT_QUEUE_PAIR, options=("--quiet",)).stderr == ""
 
 
 def test_report_file_has_the_bytes_and_the_exit_code(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     options = ("--quiet", f"--report={report}")
-    process = run(sys.executable, "-c", f"{WRITE_AND_PRINT_COUNTERS}\nraise SystemExit(3)", options=options)
+    process = run_on_twins(sys.executable, "-c", f"{WRITE_AND_PRINT_COUNTERS}\nraise SystemExit(3)", options=options)
     assert process.returncode == 3, process.stderr
     document = json.loads(report.read_text())
-    verbs = document["apis"]["verbs"]
+    verbs_report = document["apis"]["verbs"]
     assert (document["exit_code"], document["real_libraries"]) == (3, [])
-    assert (verbs["objects_count"], verbs["moved_bytes"]) == (2, 1 << 20)
+    assert (verbs_report["objects_count"], verbs_report["moved_bytes"]) == (2, 1 << 20)
 
 
 def test_listing_devices_is_not_a_use() -> None:
     command = (sys.executable, "-c", "from gdrkit.verbs import list_nics; assert list_nics()")
-    process = run(*command, options=("--require", "verbs"))
+    process = run_on_twins(*command, options=("--require", "verbs"))
     assert process.returncode == 125
     assert "but not used: no queue pair reached the state RTR" in process.stderr
 
 
 def test_queue_pair_that_is_not_connected_is_no_use() -> None:
-    process = run(sys.executable, "-c", CREATE_QUEUE_PAIR, options=("--require", "verbs"))
+    process = run_on_twins(sys.executable, "-c", CREATE_QUEUE_PAIR, options=("--require", "verbs"))
     assert process.returncode == 125
     assert "but not used: no queue pair reached the state RTR" in process.stderr
 
 
 def test_killed_grandchild_is_in_the_report() -> None:
     killed_program = f"{CONNECT_QUEUE_PAIR}\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
-    process = run("sh", "-c", f'"{sys.executable}" -c "$1"; "{sys.executable}" -c "$1"; exit 0', "sh", killed_program)
+    process = run_on_twins(
+        "sh", "-c", f'"{sys.executable}" -c "$1"; "{sys.executable}" -c "$1"; exit 0', "sh", killed_program
+    )
     assert process.returncode == 0
     assert re.search(r"verbs: twin opened by \S+ \(pid \d+, \d+\); 2 queue pairs", process.stderr)
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 125), (9, 9)])
-def test_unused_required_api_changes_only_success(code: int, expected: int) -> None:
-    process = run("sh", "-c", f"exit {code}", options=("--require", "verbs,cuda", "--quiet"))
-    assert process.returncode == expected
-    assert ("did not use cuda, verbs" in process.stderr) == (code == 0)
+@pytest.mark.parametrize(("command_code", "expected_code"), [(0, 125), (9, 9)])
+def test_unused_required_api_changes_only_success(command_code: int, expected_code: int) -> None:
+    process = run_on_twins("sh", "-c", f"exit {command_code}", options=("--require", "verbs,cuda", "--quiet"))
+    assert process.returncode == expected_code
+    assert ("did not use cuda, verbs" in process.stderr) == (command_code == 0)
 
 
 def test_used_required_api_keeps_success() -> None:
-    assert run(sys.executable, "-c", CONNECT_QUEUE_PAIR, options=("--require", "verbs")).returncode == 0
+    assert run_on_twins(sys.executable, "-c", CONNECT_QUEUE_PAIR, options=("--require", "verbs")).returncode == 0
 
 
 def test_required_api_without_a_twin_is_a_usage_error() -> None:
-    process = run("true", options=("--apis", "verbs", "--require", "cuda"))
+    process = run_on_twins("true", options=("--apis", "verbs", "--require", "cuda"))
     assert process.returncode == 2
     assert "excludes: cuda" in process.stderr
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1"])
 def test_signal_is_forwarded_to_the_command(name: str) -> None:
-    process = start("sh", "-c", f"trap 'exit 7' {name}; echo ready; while :; do sleep 0.05; done")
+    process = start_on_twins("sh", "-c", f"trap 'exit 7' {name}; echo ready; while :; do sleep 0.05; done")
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.Signals[f"SIG{name}"])
@@ -142,7 +151,7 @@ def test_signal_is_forwarded_to_the_command(name: str) -> None:
 
 
 def test_end_by_a_signal_is_passed_on() -> None:
-    process = start("sh", "-c", "echo ready; exec sleep 60")
+    process = start_on_twins("sh", "-c", "echo ready; exec sleep 60")
     assert process.stdout is not None
     process.stdout.readline()
     process.terminate()
@@ -182,12 +191,12 @@ print(os.waitstatus_to_exitcode(supervise(command, os.environ, end, signal_mask=
 
 
 def test_kill_of_gdrkit_kills_the_command() -> None:
-    process = start("sh", "-c", "echo $$; exec sleep 60")
+    process = start_on_twins("sh", "-c", "echo $$; exec sleep 60")
     assert process.stdout is not None
-    command_id = int(process.stdout.readline())
+    command_process_id = int(process.stdout.readline())
     process.kill()
     process.communicate(timeout=30)
-    wait_until(lambda: read_process_state(command_id) in {"Z", ""}, "the end of the command")
+    wait_until(lambda: read_process_state(command_process_id) in {"Z", ""}, "the end of the command")
 
 
 def read_process_state(process_id: int) -> str:
@@ -199,22 +208,22 @@ def read_process_state(process_id: int) -> str:
 
 def test_stopped_command_continues_without_gdrkit() -> None:
     """A fault plan can stop the command. Another process then continues it by SIGCONT, without help of gdrkit."""
-    process = start("sh", "-c", "echo $$; kill -STOP $$; exit 6")
+    process = start_on_twins("sh", "-c", "echo $$; kill -STOP $$; exit 6")
     assert process.stdout is not None
-    command_id = int(process.stdout.readline())
-    wait_until(lambda: read_process_state(command_id) == "T", "the stop of the command")
-    os.kill(command_id, signal.SIGCONT)
+    command_process_id = int(process.stdout.readline())
+    wait_until(lambda: read_process_state(command_process_id) == "T", "the stop of the command")
+    os.kill(command_process_id, signal.SIGCONT)
     process.communicate(timeout=30)
     assert process.returncode == 6
 
 
 def test_standard_input_reaches_the_command() -> None:
-    process = run("cat", text="line\n", options=("--quiet",))
+    process = run_on_twins("cat", input_text="line\n", options=("--quiet",))
     assert (process.returncode, process.stdout, process.stderr) == (0, "line\n", "")
 
 
 def test_interrupt_of_the_terminal_arrives_once() -> None:
-    script = (
+    program = (
         "import signal, sys, time\n"
         "count = 0\n"
         "def note(*_):\n    global count\n    count += 1\n"
@@ -225,33 +234,33 @@ def test_interrupt_of_the_terminal_arrives_once() -> None:
     )
     child, terminal = pty.fork()
     if child == 0:
-        os.execv(sys.executable, [*RUN_COMMAND, "--quiet", "--", sys.executable, "-c", script])  # noqa: S606 - no shell.
-    text = read_until(terminal, "True")
+        os.execv(sys.executable, [*RUN_COMMAND, "--quiet", "--", sys.executable, "-c", program])  # noqa: S606 - no shell.
+    terminal_output = read_until(terminal, "True")
     os.write(terminal, b"\x03")
-    text += read_until(terminal, "interrupts")
+    terminal_output += read_until(terminal, "interrupts")
     _, status = os.waitpid(child, 0)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 0, text
-    assert "interrupts 1" in text
+    assert os.waitstatus_to_exitcode(status) == 0, terminal_output
+    assert "interrupts 1" in terminal_output
 
 
-def read_until(terminal: int, expected: str) -> str:
-    text = ""
-    while f"{expected}" not in text or not text.endswith("\n"):
+def read_until(terminal: int, expected_text: str) -> str:
+    terminal_output = ""
+    while f"{expected_text}" not in terminal_output or not terminal_output.endswith("\n"):
         try:
-            text += os.read(terminal, 4096).decode()
+            terminal_output += os.read(terminal, 4096).decode()
         except OSError:  # EIO: the command has ended.
-            return text
-    return text
+            return terminal_output
+    return terminal_output
 
 
 def copy_twin(folder: Path, api: Api, name: str) -> Path:
     """Copy a twin to another path, where it stands for a real library."""
     environment = launch.environment(launch.Launch(twin_apis=frozenset({api})), base={})
     library = Path(environment["GDRKIT_TWINS_LIBRARIES"].split(":")[0])
-    copy = folder / name
-    copy.write_bytes(library.read_bytes())
-    return copy
+    twin_copy = folder / name
+    twin_copy.write_bytes(library.read_bytes())
+    return twin_copy
 
 
 PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
@@ -267,10 +276,10 @@ PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/se
     ],
 )
 def test_twin_replaces_a_library_that_is_opened_by_path(api: Api, name: str, tmp_path: Path) -> None:
-    copy = copy_twin(tmp_path, api, name)
-    process = run(sys.executable, "-c", PRINT_MAPS, str(copy))
+    twin_copy = copy_twin(tmp_path, api, name)
+    process = run_on_twins(sys.executable, "-c", PRINT_MAPS, str(twin_copy))
     assert process.returncode == 0, process.stderr
-    assert str(copy) not in process.stdout
+    assert str(twin_copy) not in process.stdout
     assert "not the twin" not in process.stderr
 
 
@@ -288,7 +297,7 @@ for _ in range(2):
 
 
 def test_static_cuda_runtime_is_refused_with_one_line() -> None:
-    process = run(sys.executable, "-c", REQUEST_EXPORT_TABLE, options=("--quiet",))
+    process = run_on_twins(sys.executable, "-c", REQUEST_EXPORT_TABLE, options=("--quiet",))
     assert process.returncode == 0, process.stderr
     (line,) = process.stderr.splitlines()
     assert line.startswith("gdrkit: python")
@@ -297,28 +306,28 @@ def test_static_cuda_runtime_is_refused_with_one_line() -> None:
 
 
 def test_library_without_version_is_the_same_twin() -> None:
-    script = (
+    program = (
         "import ctypes; a, b = ctypes.CDLL('libcuda.so.1'), ctypes.CDLL('libcuda.so')\n"
         "assert a.cuInit(0) == 0\nassert ctypes.addressof(ctypes.c_char.in_dll(a, 'cuInit')) == "
         "ctypes.addressof(ctypes.c_char.in_dll(b, 'cuInit'))"
     )
-    process = run(sys.executable, "-c", script)
+    process = run_on_twins(sys.executable, "-c", program)
     assert process.returncode == 0, process.stderr
 
 
 def test_real_library_is_named(tmp_path: Path) -> None:
-    copy = copy_twin(tmp_path, Api.CUDA, "libcuda.so.1")
-    script = f"import ctypes, time; ctypes.CDLL({str(copy)!r}); time.sleep(1)"
+    twin_copy = copy_twin(tmp_path, Api.CUDA, "libcuda.so.1")
+    program = f"import ctypes, time; ctypes.CDLL({str(twin_copy)!r}); time.sleep(1)"
     without_loader_variables = ("env", "-u", "LD_AUDIT", "-u", "LD_LIBRARY_PATH", "-u", "LD_PRELOAD")
-    process = run(*without_loader_variables, sys.executable, "-c", script)
+    process = run_on_twins(*without_loader_variables, sys.executable, "-c", program)
     assert process.returncode == 0, process.stderr
     assert re.search(
-        rf"gdrkit: cuda: {re.escape(str(copy))}, not the twin, was loaded by \S+ \(pid \d+\)", process.stderr
+        rf"gdrkit: cuda: {re.escape(str(twin_copy))}, not the twin, was loaded by \S+ \(pid \d+\)", process.stderr
     )
 
 
 def test_devices_in_sysfs_agree_with_verbs() -> None:
-    script = (
+    program = (
         "import ipaddress\nfrom pathlib import Path\nfrom gdrkit.verbs import Nic, list_nics\n"
         "from gdrkit.host import HostTree, rdma_devices, pci_path\n"
         "tree = HostTree()\ndevices = rdma_devices(tree)\n"
@@ -331,12 +340,12 @@ def test_devices_in_sysfs_agree_with_verbs() -> None:
         "        assert gid == ipaddress.ip_address(nic.gid).exploded.replace(':', ''), gid\n"
         "    assert Path(f'/dev/infiniband/uverbs{device.name[-1]}').is_char_device()\n"
     )
-    process = run(sys.executable, "-c", script)
+    process = run_on_twins(sys.executable, "-c", program)
     assert process.returncode == 0, process.stderr
 
 
 def test_port_counters_grow_by_the_bytes_that_pass() -> None:
-    process = run(sys.executable, "-c", WRITE_AND_PRINT_COUNTERS)
+    process = run_on_twins(sys.executable, "-c", WRITE_AND_PRINT_COUNTERS)
     assert process.returncode == 0, process.stderr
     counters_before, counters_after = (tuple(map(int, line.split())) for line in process.stdout.splitlines())
     packets = (1 << 20) // 4096
@@ -348,21 +357,21 @@ def test_port_counters_grow_by_the_bytes_that_pass() -> None:
 
 
 def test_real_devices_are_not_hidden_without_the_twin() -> None:
-    process = run("ls", "/sys/class/infiniband/twin0", options=("--apis", "cuda"))
+    process = run_on_twins("ls", "/sys/class/infiniband/twin0", options=("--apis", "cuda"))
     assert process.returncode != 0
 
 
 def test_domain_leaves_no_state() -> None:
-    process = run("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; ls "$GDRKIT_TWINS_STATE"')
+    process = run_on_twins("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; ls "$GDRKIT_TWINS_STATE"')
     folder = Path(process.stdout.splitlines()[0])
     assert {"counters", "tree"} <= set(process.stdout.split())
     assert not folder.exists()
     # The next `gdrkit run` removes the folder of a killed `gdrkit run`.
-    killed_process = start("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; exec sleep 60')
+    killed_process = start_on_twins("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; exec sleep 60')
     assert killed_process.stdout is not None
     folder = Path(killed_process.stdout.readline().strip())
     assert folder.is_dir()
     killed_process.kill()
     killed_process.communicate(timeout=30)
-    run("true")
+    run_on_twins("true")
     assert not folder.exists()

@@ -62,8 +62,8 @@ def test_damaged_file_is_an_empty_record(tmp_path: Path) -> None:
     path = tmp_path / "run"
     create_usage_file(path)
     data = path.read_bytes()
-    for damaged in (b"", data[:-1], b"x" + data[1:]):
-        path.write_bytes(damaged)
+    for damaged_bytes in (b"", data[:-1], b"x" + data[1:]):
+        path.write_bytes(damaged_bytes)
         assert read_usage(path) == []
 
 
@@ -72,8 +72,8 @@ def test_lines_name_programs_objects_and_bytes() -> None:
         *(ProcessUse(Api.VERBS, pid, "ib_write_bw", 1, 650_000_000) for pid in (123, 124)),
         ProcessUse(Api.CUDA, 125, "python3", 0, 0),
     ]
-    real = [RealLibrary("cufile", "/opt/libcufile.so.0", "python3", 125)]
-    assert report_lines(frozenset({Api.VERBS, Api.CUDA, Api.CUFILE, Api.HLTHUNK}), uses, real) == [
+    real_libraries = [RealLibrary("cufile", "/opt/libcufile.so.0", "python3", 125)]
+    assert report_lines(frozenset({Api.VERBS, Api.CUDA, Api.CUFILE, Api.HLTHUNK}), uses, real_libraries) == [
         "cuda: twin opened by python3 (pid 125), but not used: no memory allocation",
         "verbs: twin opened by ib_write_bw (pid 123, 124); 2 queue pairs; 1.3 GB moved",
         "cufile: /opt/libcufile.so.0, not the twin, was loaded by python3 (pid 125)",

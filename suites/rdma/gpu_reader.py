@@ -29,13 +29,17 @@ __all__ = [
 WORD_BYTES = 8
 # Number of polls after which a kernel gives up.
 POLLS_MAX = 2_000_000
-_THREADS = 256
+_THREAD_COUNT = 256
 _JIT_LOG_BYTES = 8192
 # Results of cuModuleLoadDataEx on a driver that runs no PTX kernels. Any other error means that the kernel below is
 # wrong.
-_NO_KERNELS = ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_JIT_COMPILER_NOT_FOUND", "CUDA_ERROR_JIT_COMPILATION_DISABLED")
+_NO_KERNEL_ERRORS = (
+    "CUDA_ERROR_NOT_SUPPORTED",
+    "CUDA_ERROR_JIT_COMPILER_NOT_FOUND",
+    "CUDA_ERROR_JIT_COMPILATION_DISABLED",
+)
 
-_KERNEL = "read_after_flag"
+_KERNEL_NAME = "read_after_flag"
 PTX = """
 .version 7.0
 .target sm_70
@@ -78,7 +82,7 @@ PTX = """
     mov.u64 stale, 0;
     mov.u64 unseen, 0;
 
-    // This loop leaves old data in the caches. It must not be read after the flag.
+    // This loop leaves old data in the caches. The reads after the flag must not return this old data.
     mov.u64 index, thread;
 read_before:
     setp.ge.u64 is_end, index, count;
@@ -163,7 +167,7 @@ class ReaderMemory:
 class Reader(Protocol):
     """A reader that works in `stream`. Use it as a context manager.
 
-    `obstacle` is the reason if the reader is not a kernel, else an empty text.
+    `obstacle` states why the reader is not a kernel. The text is empty for a kernel.
     """
 
     type_name: str
@@ -171,7 +175,7 @@ class Reader(Protocol):
     obstacle: str
 
     def start(self, round_number: int, *, is_polling: bool) -> None:
-        """Queue the read of a round. With `is_polling`, the flag may come later; otherwise it is read once."""
+        """Queue the read of a round. With `is_polling`, the reader polls the flag; otherwise it reads the flag once."""
 
     def finish(self) -> ReadResult:
         """Wait for the read and return what it observed."""
@@ -185,12 +189,12 @@ class NoKernelsError(Exception):
 
 
 def make_words(round_number: int, words_count: int) -> array[int]:
-    """Return the words of the data in a round. No word is the same in another round or at another index."""
-    first_word = _first_word(round_number)
+    """Return the words of the data in a round. Words of other rounds or other indexes are different."""
+    first_word = _compute_first_word(round_number)
     return array("Q", range(first_word, first_word + words_count))
 
 
-def _first_word(round_number: int) -> int:
+def _compute_first_word(round_number: int) -> int:
     return round_number << 32
 
 
@@ -226,7 +230,7 @@ class KernelReader:
             round_number,
             reader_memory.memory.address,
             reader_memory.words_count,
-            _first_word(round_number),
+            _compute_first_word(round_number),
             POLLS_MAX if is_polling else 1,
             self._result.address,
         )
@@ -234,17 +238,17 @@ class KernelReader:
         parameters = (arguments, (ctypes.c_uint64,) * len(arguments))
         stream = driver.CUstream(self.stream.handle)
         with self.stream.current():
-            result = driver.cuLaunchKernel(self._function, 1, 1, 1, _THREADS, 1, 1, 0, stream, parameters, 0)
+            result = driver.cuLaunchKernel(self._function, 1, 1, 1, _THREAD_COUNT, 1, 1, 0, stream, parameters, 0)
         _require_success(result, "cuLaunchKernel")
 
     def finish(self) -> ReadResult:
         """Wait for the kernel and return what it counted."""
-        # This copy is not queued by start(): a copy to pageable memory returns only after the kernel has ended.
+        # start() cannot queue this copy, because a copy to pageable memory returns only after the kernel has ended.
         result = bytearray(_RESULT_WORDS * WORD_BYTES)
         self.stream.read_into(self._result, result)
         self.stream.synchronize()
-        unseen, stale, early, polls = array("Q", bytes(result))
-        return ReadResult(unseen == 0, stale, early, polls)
+        unseen_count, stale_count, early_count, polls_count = array("Q", bytes(result))
+        return ReadResult(unseen_count == 0, stale_count, early_count, polls_count)
 
     def __enter__(self) -> Self:
         return self
@@ -271,17 +275,17 @@ class CopyReader:
     def finish(self) -> ReadResult:
         """Copy the flag once, and the data if the flag has the value of this round."""
         reader_memory = self._reader_memory
-        flag, data = bytearray(WORD_BYTES), bytearray(reader_memory.words_count * WORD_BYTES)
-        self.stream.read_into(reader_memory.flag_memory, flag, offset_bytes=reader_memory.flag_offset_bytes)
+        flag_bytes, data_bytes = bytearray(WORD_BYTES), bytearray(reader_memory.words_count * WORD_BYTES)
+        self.stream.read_into(reader_memory.flag_memory, flag_bytes, offset_bytes=reader_memory.flag_offset_bytes)
         self.stream.synchronize()
-        if int.from_bytes(flag, "little") != self._round_number:
+        if int.from_bytes(flag_bytes, "little") != self._round_number:
             return ReadResult(is_flag_seen=False, stale_words_count=0, early_words_count=0, polls_count=1)
-        self.stream.read_into(reader_memory.memory, data)
+        self.stream.read_into(reader_memory.memory, data_bytes)
         self.stream.synchronize()
         expected_words = make_words(self._round_number, reader_memory.words_count)
         stale_count = 0
-        if data != expected_words.tobytes():
-            words = array("Q", bytes(data))
+        if data_bytes != expected_words.tobytes():
+            words = array("Q", bytes(data_bytes))
             stale_count = sum(word != expected for word, expected in zip(words, expected_words, strict=True))
         return ReadResult(
             is_flag_seen=True, stale_words_count=stale_count, early_words_count=reader_memory.words_count, polls_count=1
@@ -307,14 +311,14 @@ def _load_kernel(device: Device, stack: ExitStack) -> Any:  # noqa: ANN401 - the
         result, module = driver.cuModuleLoadDataEx(
             PTX.encode() + b"\0", len(options), list(options), list(options.values())
         )
-        if result.name in _NO_KERNELS:
+        if result.name in _NO_KERNEL_ERRORS:
             message = f"cuModuleLoadDataEx: {result.name}"
             raise NoKernelsError(message)
         _require_success(
             (result,), f"cuModuleLoadDataEx: {log.partition(bytes(1))[0].decode(errors='replace').strip()}"
         )
         stack.callback(_unload, device, module)
-        return _require_success(driver.cuModuleGetFunction(module, _KERNEL.encode()), "cuModuleGetFunction")
+        return _require_success(driver.cuModuleGetFunction(module, _KERNEL_NAME.encode()), "cuModuleGetFunction")
 
 
 def _unload(device: Device, module: Any) -> None:  # noqa: ANN401

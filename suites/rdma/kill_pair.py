@@ -23,7 +23,7 @@ _LENGTH_BYTES = 1 << 20
 def write_without_end(output: IO[str], peer_output: IO[str]) -> int:
     """Exchange endpoints with the peer, write to the peer until it is lost, and return the exit code.
 
-    The own endpoint is a line of `output`. The endpoint of the peer is a line of `peer_output`.
+    The function writes its own endpoint to `output`, and reads the endpoint of the peer from `peer_output`.
     """
     with (
         Nic.open("twin0") as nic,

@@ -1,6 +1,6 @@
 """Litmus cases of visibility: NICs write data and then a flag to GPU memory, and work of the GPU reads both.
 
-``python -m rdma.litmus`` runs all of them in a process of its own, for example on GPUs with another write ordering. It
+``python -m rdma.litmus`` runs all of them in a separate process, for example on GPUs with another write ordering. It
 prints for each shape and method whether the GPU saw the new flag and the new data.
 """
 
@@ -48,7 +48,7 @@ class FlagPlace(enum.Enum):
 
     SAME_REGION = "same_region"
     OTHER_REGION = "other_region"
-    OTHER_NIC = "other_nic"  # in another region, and another NIC writes it
+    OTHER_NIC = "other_nic"  # The flag is in another region, and another NIC writes it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,8 @@ class VisibilityResult:
     overlapping_rounds_count : int
         Number of rounds in which the reader began before all data was there.
     unseen_flags_count : int
-        Number of rounds in which the reader gave up before it saw the flag. The first one is the last round.
+        Number of rounds in which the reader gave up before it saw the flag. After the first such round, no
+        further round runs.
     stale_reads_count : int
         Number of words that were old after the flag was seen.
     polls_count_max : int
@@ -117,13 +118,13 @@ class VisibilityResult:
         """Whether the reader saw the new flag and the new data in every round."""
         return self.rounds_count > 0 and not self.unseen_flags_count and not self.stale_reads_count
 
-    def add(self, reading: ReadResult) -> None:
+    def add(self, read_result: ReadResult) -> None:
         """Add a round."""
         self.rounds_count += 1
-        self.overlapping_rounds_count += reading.early_words_count < WORDS_COUNT
-        self.unseen_flags_count += not reading.is_flag_seen
-        self.stale_reads_count += reading.stale_words_count
-        self.polls_count_max = max(self.polls_count_max, reading.polls_count)
+        self.overlapping_rounds_count += read_result.early_words_count < WORDS_COUNT
+        self.unseen_flags_count += not read_result.is_flag_seen
+        self.stale_reads_count += read_result.stale_words_count
+        self.polls_count_max = max(self.polls_count_max, read_result.polls_count)
 
 
 class Litmus:
@@ -206,10 +207,10 @@ class Litmus:
         self._requester.wait(_TIMEOUT_MS).expect()
 
     def _post_flag(self) -> None:
-        remote = self._flag_registration.remote(
+        flag_range = self._flag_registration.remote(
             self._flag_nic, offset_bytes=self._flag_offset_bytes, length_bytes=WORD_BYTES
         )
-        self._flag_requester.post_write(self._flag_region, remote, work_id=3)
+        self._flag_requester.post_write(self._flag_region, flag_range, work_id=3)
 
     def _flush(self, method: Method) -> None:
         if method is Method.MAKE_VISIBLE:
@@ -223,8 +224,8 @@ class Litmus:
         """Queue a wait with a flush. The awaited word is 0 already, so the wait ends at once, and the flush follows."""
         from cuda.bindings import driver
 
-        conditions = driver.CUstreamWaitValue_flags
-        flags = conditions.CU_STREAM_WAIT_VALUE_EQ | conditions.CU_STREAM_WAIT_VALUE_FLUSH
+        wait_flags = driver.CUstreamWaitValue_flags
+        flags = wait_flags.CU_STREAM_WAIT_VALUE_EQ | wait_flags.CU_STREAM_WAIT_VALUE_FLUSH
         stream = self.reader.stream
         with stream.current():
             (result,) = driver.cuStreamWaitValue32(
@@ -241,12 +242,12 @@ class Litmus:
     @staticmethod
     def _connect_pairs(stack: ExitStack, nic: Nic) -> tuple[QueuePair, QueuePair]:
         """Return two queue pairs of a NIC that are connected to each other."""
-        first, second = (
+        first_pair, second_pair = (
             stack.enter_context(nic.queue_pair(stack.enter_context(nic.completion_queue()))) for _ in range(2)
         )
-        first.connect(second.endpoint())
-        second.connect(first.endpoint())
-        return first, second
+        first_pair.connect(second_pair.endpoint())
+        second_pair.connect(first_pair.endpoint())
+        return first_pair, second_pair
 
     def __enter__(self) -> Self:
         return self

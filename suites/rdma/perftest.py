@@ -112,15 +112,18 @@ def run_perftest(
         device_options = ["-d", device_nic.name, "-i", str(device_nic.port.number), "-x", str(device_nic.gid_index)]
         return [PROGRAMS[direction], *device_options, *options]
 
-    with start_program(make_command(peer or nic)) as passive:
-        wait_until(lambda: passive.poll() is not None or is_listening(passive.pid, port), "a listener of perftest")
-        begin_s = time.monotonic()
-        with start_program([*observer, *make_command(nic), "127.0.0.1"]) as active:
-            output, _ = active.communicate(timeout=_TIMEOUT_S)
-        process_s = time.monotonic() - begin_s
+    with start_program(make_command(peer or nic)) as passive_process:
+        wait_until(
+            lambda: passive_process.poll() is not None or is_listening(passive_process.pid, port),
+            "a listener of perftest",
+        )
+        start_s = time.monotonic()
+        with start_program([*observer, *make_command(nic), "127.0.0.1"]) as active_process:
+            output, _ = active_process.communicate(timeout=_TIMEOUT_S)
+        process_s = time.monotonic() - start_s
         # If the passive process did not start, its output has the reason.
-        passive_output, _ = passive.communicate(timeout=_TIMEOUT_S)
-    assert (active.returncode, passive.returncode) == (0, 0), f"{output}\n{passive_output}"
+        passive_output, _ = passive_process.communicate(timeout=_TIMEOUT_S)
+    assert (active_process.returncode, passive_process.returncode) == (0, 0), f"{output}\n{passive_output}"
     return replace(parse_output(output), process_s=process_s)
 
 

@@ -39,7 +39,7 @@ def test_outside_key_is_refused(nic: Nic, peer: Peer, seed: int, memory_kind: Rd
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize(
-    ("begin", "length_bytes"),
+    ("begin_offset", "length_bytes"),
     [
         pytest.param(-1, 16, id="from-the-byte-before"),
         pytest.param(LENGTH_BYTES - 15, 16, id="to-the-byte-behind"),
@@ -47,12 +47,12 @@ def test_outside_key_is_refused(nic: Nic, peer: Peer, seed: int, memory_kind: Rd
     ],
 )
 def test_access_one_byte_out_of_bounds_is_refused(
-    nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind, begin: int, length_bytes: int
+    nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind, begin_offset: int, length_bytes: int
 ) -> None:
     with memory_kind.memory() as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         valid_range = memory.remote()
         # A region may begin at address 0, as a dma-buf region does. Then the byte before it has the highest address.
-        address = (valid_range.address + begin) % 2**64
+        address = (valid_range.address + begin_offset) % 2**64
         invalid_range = RemoteRange(address=address, rkey=valid_range.rkey, length_bytes=length_bytes)
         peer_pair.write(invalid_range, seed=seed).expect(Status.REM_ACCESS_ERR)
         assert memory.read() == UNTOUCHED
@@ -64,8 +64,8 @@ def test_write_without_remote_write_access_is_refused(
 ) -> None:
     access = Access.LOCAL_WRITE | Access.REMOTE_READ
     with memory_kind.memory(access=access) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
-        remote = memory.remote(length_bytes=4 * KIB)
-        peer_pair.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
+        remote_range = memory.remote(length_bytes=4 * KIB)
+        peer_pair.write(remote_range, seed=seed).expect(Status.REM_ACCESS_ERR)
         assert memory.read() == UNTOUCHED
 
 
@@ -73,8 +73,8 @@ def test_write_without_remote_write_access_is_refused(
 def test_read_without_remote_read_access_is_refused(nic: Nic, peer: Peer, memory_kind: RdmaMemoryKind) -> None:
     access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
     with memory_kind.memory(access=access) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
-        remote = memory.remote(length_bytes=4 * KIB)
-        peer_pair.read(remote).completion.expect(Status.REM_ACCESS_ERR)
+        remote_range = memory.remote(length_bytes=4 * KIB)
+        peer_pair.read(remote_range).completion.expect(Status.REM_ACCESS_ERR)
 
 
 @needs(verbs_needs.nic())

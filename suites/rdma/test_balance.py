@@ -81,9 +81,9 @@ def test_slow_nic_among_eight_is_named_and_its_share_is_counted(tmp_path: Path) 
     assert balance["is_counted"]
     loads = {load["nic"]: load for load in balance["loads"]}
     assert len(loads) == len(balance["matrix"]) == 8
-    total = sum(load["moved_bytes"] for load in loads.values())
+    total_bytes = sum(load["moved_bytes"] for load in loads.values())
     slow_load = loads.pop("twin5")
     assert slow_load["share_percent"] < 0.7 * slow_load["expected_percent"]
     # The port counts the payload twice in loopback, and the headers of the packets.
-    assert slow_load["share_percent"] == pytest.approx(100 * slow_load["moved_bytes"] / total, rel=0.05)
+    assert slow_load["share_percent"] == pytest.approx(100 * slow_load["moved_bytes"] / total_bytes, rel=0.05)
     assert all(load["share_percent"] > 0.7 * load["expected_percent"] for load in loads.values())

@@ -60,12 +60,12 @@ class FabricProcess:
 
 def make_fabric_environ(secret: str) -> dict[str, str]:
     """Return the environment of a process in one of the two namespaces."""
-    fabric = {"GDRKIT_TWINS_FABRIC": "tcp://10.79.0.0/24", "GDRKIT_TWINS_FABRIC_SECRET": secret}
-    return {**suites_environ(), **fabric}
+    fabric_variables = {"GDRKIT_TWINS_FABRIC": "tcp://10.79.0.0/24", "GDRKIT_TWINS_FABRIC_SECRET": secret}
+    return {**suites_environ(), **fabric_variables}
 
 
-def _run_ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _run_ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 @contextlib.contextmanager
@@ -120,18 +120,18 @@ def test_writes_arrive_on_the_other_machine(namespaces: tuple[str, str], seed: i
         assert first_machine.run(check=seed + 1) == "same"
 
 
-@pytest.mark.parametrize("end", ["process is killed", "link is down"])
-def test_lost_machine_exceeds_retries(namespaces: tuple[str, str], end: str) -> None:
+@pytest.mark.parametrize("failure", ["process is killed", "link is down"])
+def test_lost_machine_exceeds_retries(namespaces: tuple[str, str], failure: str) -> None:
     with start_two_machines(namespaces, fabric_secrets=("s" * 16, "s" * 16)) as (first_machine, second_machine):
         assert first_machine.run(write=1) == "SUCCESS"
-        if end == "process is killed":
+        if failure == "process is killed":
             second_machine.process.kill()
             second_machine.process.wait()
         else:
             _run_ip("-n", namespaces[1], "link", "set", "eth0", "down")
-        begin_s = time.monotonic()
+        start_s = time.monotonic()
         assert first_machine.run(write=2) == "RETRY_EXC_ERR"
-        assert time.monotonic() - begin_s < RETRY_LIMIT_S
+        assert time.monotonic() - start_s < RETRY_LIMIT_S
 
 
 def test_machine_with_another_secret_is_refused(namespaces: tuple[str, str]) -> None:
@@ -146,16 +146,18 @@ def test_machine_with_another_secret_is_refused(namespaces: tuple[str, str]) -> 
 )
 def test_perftest_runs_between_machines(namespaces: tuple[str, str], program: str) -> None:
     environ, port = make_fabric_environ("s" * 16), 18515
-    # In each operation of a latency program, each process waits until the other one has had a processor.
+    # In each operation of a latency program, each process waits until the other process has had a processor.
     operations = 100 if program.endswith("_lat") else 1000
     command = [*program.split(), "-F", "-d", "twin0", "-x", "1", "-n", str(operations), "-p", str(port)]
     passive_command, active_command = (["ip", "netns", "exec", name, *command] for name in namespaces)
-    with perftest.start_program(passive_command, environ) as passive:
-        wait_until(lambda: passive.poll() is not None or perftest.is_listening(passive.pid, port), "a listener")
-        with perftest.start_program([*active_command, "10.79.0.1"], environ) as active:
-            output, _ = active.communicate(timeout=60)
-        passive_output, _ = passive.communicate(timeout=60)
-    assert (active.returncode, passive.returncode) == (0, 0), f"{output}\n{passive_output}"
+    with perftest.start_program(passive_command, environ) as passive_process:
+        wait_until(
+            lambda: passive_process.poll() is not None or perftest.is_listening(passive_process.pid, port), "a listener"
+        )
+        with perftest.start_program([*active_command, "10.79.0.1"], environ) as active_process:
+            output, _ = active_process.communicate(timeout=60)
+        passive_output, _ = passive_process.communicate(timeout=60)
+    assert (active_process.returncode, passive_process.returncode) == (0, 0), f"{output}\n{passive_output}"
     # The GID of the peer is made from its address.
     assert "255:255:10:79:00:01" in output
     assert re.search(rf"^ *\d+ +{operations} ", output, re.MULTILINE)

@@ -42,8 +42,8 @@ def test_remote_write_arrives_in_memory(
 ) -> None:
     memory_bytes = offset_bytes + length_bytes + MARGIN_BYTES
     with memory_kind.memory(length_bytes=memory_bytes) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
-        remote = memory.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        peer_pair.write(remote, seed=seed, timeout_ms=TIMEOUT_MS).expect(Status.SUCCESS)
+        remote_range = memory.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        peer_pair.write(remote_range, seed=seed, timeout_ms=TIMEOUT_MS).expect(Status.SUCCESS)
         data = memory.read()
     pattern.check(memoryview(data)[offset_bytes : offset_bytes + length_bytes], seed=seed)
     # All bytes before the range and after it are unchanged.
@@ -66,7 +66,7 @@ def test_remote_read_returns_memory(
     memory_bytes = offset_bytes + length_bytes
     with memory_kind.memory(length_bytes=memory_bytes) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         memory.write(pattern.payload(length_bytes, seed=seed), offset_bytes=offset_bytes)
-        remote = memory.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        remote_range = memory.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
         # The peer compares the received bytes with the pattern of the seed.
-        peer_pair.read(remote, seed=seed, timeout_ms=TIMEOUT_MS).completion.expect(Status.SUCCESS)
+        peer_pair.read(remote_range, seed=seed, timeout_ms=TIMEOUT_MS).completion.expect(Status.SUCCESS)
     memory_kind.record_route(evidence)

@@ -44,10 +44,10 @@ def test_burst_of_writes_fills_every_slot_and_nothing_else(
         connect_initiator(nic, memory_bytes=memory_bytes) as initiator,
     ):
         initiator.write(pattern.payload(memory_bytes, seed=seed))
-        remote = memory.remote(length_bytes=memory_bytes)
+        remote_range = memory.remote(length_bytes=memory_bytes)
         burst = initiator.run(
             Direction.WRITE,
-            remote,
+            remote_range,
             length_bytes=length_bytes,
             operations=operations,
             depth=depth,
@@ -101,11 +101,11 @@ def test_refused_operation_raises_its_completion_status(nic: Nic) -> None:
 def test_endless_burst_is_ended_by_another_thread(nic: Nic) -> None:
     errors: list[ApiError] = []
     with connect_initiator(nic, memory_bytes=64) as initiator, nic.register_host(bytearray(64)) as region:
-        remote = region.remote()
+        remote_range = region.remote()
 
         def run_endless_burst() -> None:
             try:
-                initiator.run(Direction.READ, remote, length_bytes=8, operations=2**40, depth=4)
+                initiator.run(Direction.READ, remote_range, length_bytes=8, operations=2**40, depth=4)
             except ApiError as error:
                 errors.append(error)
 
@@ -122,24 +122,24 @@ def test_endless_burst_is_ended_by_another_thread(nic: Nic) -> None:
 def test_invalid_numbers_are_refused_and_initiator_stays_usable(nic: Nic) -> None:
     data = bytearray(4096)
     with nic.register_host(data) as region, connect_initiator(nic, memory_bytes=4096, depth_max=8) as initiator:
-        remote = region.remote()
-        for invalid in (
+        remote_range = region.remote()
+        for invalid_options in (
             {"length_bytes": 0, "operations": 1},
             {"length_bytes": 4097, "operations": 1},
             {"length_bytes": 8, "operations": 0},
             {"length_bytes": 8, "operations": 1, "depth": 0},
         ):
             with pytest.raises(UsageError):
-                initiator.run(Direction.WRITE, remote, **invalid)
-        for invalid in ({"depth": 9}, {"depth": 4, "list_length": 5}):
+                initiator.run(Direction.WRITE, remote_range, **invalid_options)
+        for invalid_options in ({"depth": 9}, {"depth": 4, "list_length": 5}):
             with pytest.raises(ApiError) as error_info:
-                initiator.run(Direction.WRITE, remote, length_bytes=8, operations=9, **invalid)
+                initiator.run(Direction.WRITE, remote_range, length_bytes=8, operations=9, **invalid_options)
             assert error_info.value.reason is Reason.BAD_ARGUMENT
         with pytest.raises(UsageError):
             initiator.write(bytes(4097))
-        initiator.run(Direction.WRITE, remote, length_bytes=8, operations=9, depth=8)
+        initiator.run(Direction.WRITE, remote_range, length_bytes=8, operations=9, depth=8)
     with pytest.raises(ClosedResource):
-        initiator.run(Direction.WRITE, remote, length_bytes=8, operations=1)
+        initiator.run(Direction.WRITE, remote_range, length_bytes=8, operations=1)
 
 
 @needs(verbs.nic())

@@ -1,4 +1,4 @@
-"""A process of several `gdrkit run` that is killed at any time leaves no process, socket or file behind.
+"""A kill of any process of a `gdrkit run`, at any time, leaves no process, socket or file behind.
 
 GDRKIT_TWIN_KILLS_S is the duration of the kills in seconds: 4 by default, and 600 in ``nox -s long``.
 """
@@ -64,8 +64,8 @@ class ProcessPair:
     def kill_until_ended(self, rng: random.Random) -> None:
         """Kill a process of the pair, and require that the others end by themselves and without an error.
 
-        `gdrkit run` starts a short helper that writes the emulated sysfs. If the helper was killed, the pair goes on,
-        and another process is killed.
+        `gdrkit run` starts a short-lived helper that writes the emulated sysfs. If the helper was killed, the pair
+        goes on, and another process is killed.
         """
         while running_ids := self.list_processes():
             with contextlib.suppress(ProcessLookupError):
@@ -103,12 +103,12 @@ def read_process_file(process_id: int, name: str) -> bytes:
         return b""
 
 
-def list_remains(domain: str, temporary: Path) -> list[str]:
+def list_remains(domain: str, temporary_folder: Path) -> list[str]:
     """Return what the processes of a domain have left: their state, sockets, and files."""
-    state = Path(f"/dev/shm/gdrkit-twins-{os.getuid()}")  # noqa: S108 - gdrkit run uses this folder.
-    names = [str(path) for path in state.glob(f"{domain}*")] if state.exists() else []
+    state_folder = Path(f"/dev/shm/gdrkit-twins-{os.getuid()}")  # noqa: S108 - gdrkit run uses this folder.
+    names = [str(path) for path in state_folder.glob(f"{domain}*")] if state_folder.exists() else []
     names += [line for line in Path("/proc/net/unix").read_text().splitlines() if f"/{domain}/" in line]
-    return names + [str(path) for path in temporary.iterdir()]
+    return names + [str(path) for path in temporary_folder.iterdir()]
 
 
 @pytest.mark.timeout(120 + 4 * KILL_DURATION_S)
@@ -127,9 +127,9 @@ def test_kills_of_processes_leave_nothing_behind(tmp_path: Path, seed: int, evid
         while time.monotonic() < end_s:
             # The kill happens at a random time of the start or of the transfers.
             threading.Event().wait(rng.uniform(0, 2))
-            number = rng.randrange(PAIR_COUNT)
-            pairs[number].kill_until_ended(rng)
-            pairs[number] = start_pair()
+            pair_index = rng.randrange(PAIR_COUNT)
+            pairs[pair_index].kill_until_ended(rng)
+            pairs[pair_index] = start_pair()
             kills_count += 1
         for pair in pairs:
             pair.kill_until_ended(rng)

@@ -45,32 +45,32 @@ def test_ports_count_the_packets_of_the_path_mtu(
     nics: tuple[Nic, ...], seed: int, evidence: Evidence, position: int, direction: Direction
 ) -> None:
     """The two ends are different NICs, so that data packets and acknowledgements are counted by different counters."""
-    nic, peer = nics[position], nics[1 - position]
+    nic, peer_nic = nics[position], nics[1 - position]
     data, is_write = pattern.payload(TRANSFER_BYTES, seed=seed), direction is Direction.WRITE
     memory = bytearray(TRANSFER_BYTES) if is_write else bytearray(data)
     with (
-        peer.register_host(memory) as region,
-        connect_initiator(nic, peer=peer, memory_bytes=TRANSFER_BYTES) as initiator,
+        peer_nic.register_host(memory) as region,
+        connect_initiator(nic, peer=peer_nic, memory_bytes=TRANSFER_BYTES) as initiator,
     ):
         initiator.write(data if is_write else bytes(TRANSFER_BYTES))
-        counters_before = [read_packet_counters(port) for port in (nic, peer)]
-        repeated_before = read_repeated_packets(peer)
+        counters_before = [read_packet_counters(port) for port in (nic, peer_nic)]
+        repeated_before = read_repeated_packets(peer_nic)
         initiator.run(direction, region.remote(), length_bytes=TRANSFER_BYTES, operations=OPERATIONS, depth=DEPTH)
-        counters_after = [read_packet_counters(port) for port in (nic, peer)]
-        repeated_packets = read_repeated_packets(peer) - repeated_before
+        counters_after = [read_packet_counters(port) for port in (nic, peer_nic)]
+        repeated_packets = read_repeated_packets(peer_nic) - repeated_before
         pattern.check(bytes(memory) if is_write else initiator.read(), seed=seed)
     if None in counters_before:
         evidence.unproven("the port has no packet counters (counters_missing)")
         return
-    increase = [
+    increases = [
         tuple(map(int.__sub__, count_after, count_before))
         for count_before, count_after in zip(counters_before, counters_after, strict=True)
         if count_before and count_after
     ]
-    (sent_packets, received_packets), (peer_sent_packets, peer_received_packets) = increase
+    (sent_packets, received_packets), (peer_sent_packets, peer_received_packets) = increases
     expected_packets = OPERATIONS * -(-TRANSFER_BYTES // nic.port.mtu_bytes)
     evidence["packets"] = {"expected": expected_packets, "mtu": nic.port.mtu_bytes, "repeated": repeated_packets}
-    evidence["growth"] = {"nic": increase[0], "peer": increase[1]}
+    evidence["growth"] = {"nic": increases[0], "peer": increases[1]}
     # The other two counters also count acknowledgements and requests. Their number is not known.
     if is_write:
         assert (sent_packets - repeated_packets, peer_received_packets - repeated_packets) == pytest.approx(

@@ -42,7 +42,7 @@ def test_pingpong_never_fails(busy_processes_per_core: int, evidence: Evidence) 
 def run_pingpong() -> None:
     """Run a server and a client with 100 iterations and a check of the data. Require that both succeed."""
     port = perftest.find_free_port()
-    # -c: both programs check the bytes that they receive.
+    # With -c, both programs check the bytes that they receive.
     command = ["ibv_rc_pingpong", "-d", "twin0", "-g", "1", "-c", "-n", "100", "-p", str(port)]
     with perftest.start_program(command) as server:
         wait_until(lambda: server.poll() is not None or perftest.is_listening(server.pid, port), "a listening server")

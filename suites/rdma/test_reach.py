@@ -41,8 +41,8 @@ def record_results(results: Sequence[Reach], devices: Sequence[Device], evidence
 def make_row(reach: Reach) -> dict[str, object]:
     """Return the row of the record."""
     counted_bytes = {
-        f"{end}_{direction}": getattr(increase, direction)
-        for end, increase in (("nic", reach.nic_growth), ("peer_nic", reach.peer_growth))
+        f"{side}_{direction}": getattr(increase, direction)
+        for side, increase in (("nic", reach.nic_growth), ("peer_nic", reach.peer_growth))
         for direction in ("sent_bytes", "received_bytes")
         if increase is not None
     }
@@ -91,7 +91,7 @@ def test_nics_of_this_host_access_devices_for_each_other(
     record_results(results, devices, evidence)
     for reach in results:
         if reach.route is None and reach.failure is not None:
-            raise reach.failure  # the memory cannot be registered
+            raise reach.failure  # The memory cannot be registered.
     if not any(reach.moved for reach in results):
         causes = dict.fromkeys(reach.cause for reach in results)
         evidence.unproven(f"no two NICs of this host are connected: {'; '.join(causes)}")
@@ -105,7 +105,7 @@ def test_command_stores_the_reach_and_proves_nothing_on_twins(state_folder: Path
     rows = json.loads(result.stdout)["reach"]
     assert {(row["state"], row["cause"]) for row in rows} == {("unproven", "ran on software twins")}
     assert {(row["nic"] == row["peer_nic"], row["path"]) for row in rows} == {(True, "loopback"), (False, "wire")}
-    text = (state_folder / "reach").read_text()
-    assert text.startswith("gdrkit-reach 1\n")
-    assert text.count(" moved=yes ") == len({(row["gpu_uuid"], row["nic"]) for row in rows})
-    assert "proven" not in text
+    reach_file_text = (state_folder / "reach").read_text()
+    assert reach_file_text.startswith("gdrkit-reach 1\n")
+    assert reach_file_text.count(" moved=yes ") == len({(row["gpu_uuid"], row["nic"]) for row in rows})
+    assert "proven" not in reach_file_text

@@ -28,10 +28,10 @@ pytestmark = pytest.mark.qualify
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 def test_old_key_is_refused_after_deregistration(nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind) -> None:
     with memory_kind.memory() as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
-        remote = memory.remote(length_bytes=4 * KIB)
-        peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
+        remote_range = memory.remote(length_bytes=4 * KIB)
+        peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
         memory.deregister()
-        peer_pair.write(remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+        peer_pair.write(remote_range, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
         pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
 
 
@@ -43,12 +43,12 @@ def test_free_by_gdrkit_deregisters_first(nic: Nic, peer: Peer, seed: int, memor
         register_by_route(memory, [nic], route=memory_kind.route) as registration,
         connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
-        remote = registration.remote(nic, length_bytes=4 * KIB)
+        remote_range = registration.remote(nic, length_bytes=4 * KIB)
         memory.close()
         assert registration.closed
         with allocator.allocate(256 * KIB) as successor:
             successor.fill(0x5A)
-            peer_pair.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
+            peer_pair.write(remote_range, seed=seed).expect(Status.REM_ACCESS_ERR)
             assert successor.read() == b"\x5a" * (256 * KIB)
 
 
@@ -62,8 +62,8 @@ def test_old_key_after_a_raw_free_never_accesses_the_new_owner(
         register_by_route(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
         connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
-        remote = registration.remote(nic, length_bytes=64 * KIB)
-        peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
+        remote_range = registration.remote(nic, length_bytes=64 * KIB)
+        peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
         old_key = memory.allocation_key()
         first_memory.free()
         with RawMemory(device, 2 * MIB) as second_memory:
@@ -75,6 +75,6 @@ def test_old_key_after_a_raw_free_never_accesses_the_new_owner(
                 assert new_key != old_key
                 successor.fill(0x5A)
                 # The region still refers to the pages of the first memory, so these requests succeed.
-                peer_pair.write(remote, seed=seed + 1).expect(Status.SUCCESS)
-                peer_pair.read(remote, seed=seed + 1).completion.expect(Status.SUCCESS)
+                peer_pair.write(remote_range, seed=seed + 1).expect(Status.SUCCESS)
+                peer_pair.read(remote_range, seed=seed + 1).completion.expect(Status.SUCCESS)
                 assert successor.read() == b"\x5a" * (2 * MIB)

@@ -69,6 +69,6 @@ def test_missing_flush_shows_old_data_if_the_gpu_needs_it(ordering: int, is_orde
         timeout=60,
     )
     assert child.returncode == 0, child.stdout + child.stderr
-    flushes = {Method.MAKE_VISIBLE, Method.HOST_FLUSH, Method.STREAM_FLUSH}
-    expected_visibility = {method.value: is_ordered or method in flushes for method in Method}
+    flush_methods = {Method.MAKE_VISIBLE, Method.HOST_FLUSH, Method.STREAM_FLUSH}
+    expected_visibility = {method.value: is_ordered or method in flush_methods for method in Method}
     assert json.loads(child.stdout) == {shape.name: expected_visibility for shape in SHAPES}

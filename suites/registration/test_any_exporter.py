@@ -59,8 +59,8 @@ def test_process_without_cuda_registers_an_inherited_descriptor(device: Device, 
         subprocess.run(command, env=suites_environ(), pass_fds=(dmabuf.fd,), check=True, timeout=120)
         pattern.check(memory.read(offset_bytes=OFFSET_BYTES, length_bytes=PART_BYTES), seed=seed)
         assert memory.read(length_bytes=OFFSET_BYTES) == bytes(OFFSET_BYTES)
-        end = OFFSET_BYTES + PART_BYTES
-        assert memory.read(offset_bytes=end) == bytes(MIB - end)
+        end_offset = OFFSET_BYTES + PART_BYTES
+        assert memory.read(offset_bytes=end_offset) == bytes(MIB - end_offset)
 
 
 @pytest.fixture
@@ -85,9 +85,9 @@ def test_cache_finds_a_dmabuf_by_its_identity(dmabufs: tuple[int, int], nic: Nic
             memory = DmabufMemory(DmabufRange.from_fd(fd, offset_bytes=offset_bytes, length_bytes=10_000))
             os.close(fd)
             with memory, cache.lease(memory, offset_bytes=7) as lease:
-                remote = lease.remote(nic)
+                remote_range = lease.remote(nic)
                 # For peers, the first byte of such a dma-buf has the address 64 KiB; see DmabufRange.from_fd().
-                assert (remote.address, remote.length_bytes) == (64 * KIB + offset_bytes + 7, 9993)
+                assert (remote_range.address, remote_range.length_bytes) == (64 * KIB + offset_bytes + 7, 9993)
         assert (cache.statistics().registrations, cache.statistics().hits) == (1, 2)
         other_memory = stack.enter_context(DmabufMemory(DmabufRange.from_fd(second_fd)))
         cache.lease(other_memory).close()
@@ -121,22 +121,24 @@ def test_memory_that_the_cpu_cannot_map_is_not_copied(dmabufs: tuple[int, int]) 
 
 
 def test_descriptor_without_a_size_is_refused() -> None:
-    reader, writer = os.pipe()
+    read_fd, write_fd = os.pipe()
     handles_before = handles.live()
-    for fd in (-1, 987_654, reader):
+    for fd in (-1, 987_654, read_fd):
         with pytest.raises(ApiError) as error_info:
             DmabufRange.from_fd(fd)
         assert error_info.value.reason is Reason.BAD_DESCRIPTOR
     assert handles.live() == handles_before
-    os.close(reader)
-    os.close(writer)
+    os.close(read_fd)
+    os.close(write_fd)
 
 
 @needs(cuda.device(), cuda.dmabuf_export)
-@pytest.mark.parametrize("part", [(-1, 10), (0, 0), (0, MIB + 1), (MIB, 1), (MIB, None), (2 * MIB, None)])
-def test_range_outside_the_dmabuf_is_refused(dmabufs: tuple[int, int], part: tuple[int, int | None]) -> None:
+@pytest.mark.parametrize("offset_and_length", [(-1, 10), (0, 0), (0, MIB + 1), (MIB, 1), (MIB, None), (2 * MIB, None)])
+def test_range_outside_the_dmabuf_is_refused(
+    dmabufs: tuple[int, int], offset_and_length: tuple[int, int | None]
+) -> None:
     with pytest.raises(UsageError):
-        DmabufRange.from_fd(dmabufs[0], offset_bytes=part[0], length_bytes=part[1])
+        DmabufRange.from_fd(dmabufs[0], offset_bytes=offset_and_length[0], length_bytes=offset_and_length[1])
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)

@@ -62,9 +62,9 @@ def test_interior_range_is_a_hit_with_the_right_address(
         memory.fill(0xA5)
         cache.lease(memory).close()
         with cache.lease(memory, offset_bytes=4097, length_bytes=1000) as lease:
-            remote = lease.remote(nic)
-            assert (remote.length_bytes, lease.address) == (1000, memory.address + 4097)
-            peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
+            remote_range = lease.remote(nic)
+            assert (remote_range.length_bytes, lease.address) == (1000, memory.address + 4097)
+            peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
             with pytest.raises(UsageError):
                 lease.remote(nic, offset_bytes=999, length_bytes=2)
         assert cache.statistics().registrations == 1
@@ -111,7 +111,7 @@ def test_changed_buffer_id_at_the_same_address_is_a_miss(device: Device, nic: Ni
             cuda.borrow(device, old_allocation.address, length_bytes=2 * MIB) as memory,
             cache.lease(memory) as old_lease,
         ):
-            old_remote = old_lease.remote(nic, length_bytes=4 * KIB)
+            old_range = old_lease.remote(nic, length_bytes=4 * KIB)
         old_allocation.free()
         with RawMemory(device, 2 * MIB) as new_allocation:
             assert new_allocation.address == old_allocation.address
@@ -127,7 +127,7 @@ def test_changed_buffer_id_at_the_same_address_is_a_miss(device: Device, nic: Ni
                     )
                     peer_pair.write(lease.remote(nic, length_bytes=4 * KIB), seed=seed).expect(Status.SUCCESS)
                     pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
-                peer_pair.write(old_remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+                peer_pair.write(old_range, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
                 pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
 
 
@@ -140,28 +140,28 @@ def test_remapping_only_the_second_chunk_is_a_miss(device: Device, nic: Nic, pee
         connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         with cache.lease(memory) as lease:
-            old_remote = lease.remote(nic, offset_bytes=2 * MIB, length_bytes=4 * KIB)
+            old_range = lease.remote(nic, offset_bytes=2 * MIB, length_bytes=4 * KIB)
         remap_chunk(device, memory.address + 2 * MIB, length_bytes=2 * MIB)
         with cache.lease(memory, length_bytes=KIB) as lease:
             assert (cache.statistics().hits, cache.statistics().invalidations) == (0, 1)
         with cache.lease(memory) as lease:
             # The peer writes into the first, the new second and the third chunk.
-            remote = lease.remote(nic, offset_bytes=2 * MIB - 5, length_bytes=2 * MIB + 10)
-            peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
+            remote_range = lease.remote(nic, offset_bytes=2 * MIB - 5, length_bytes=2 * MIB + 10)
+            peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=2 * MIB + 10), seed=seed)
-        peer_pair.write(old_remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+        peer_pair.write(old_range, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
 
 
 def test_free_by_gdrkit_removes_the_entry_first(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
     with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         memory = allocator.allocate(256 * KIB)
         with cache.lease(memory) as lease:
-            remote = lease.remote(nic, length_bytes=KIB)
+            remote_range = lease.remote(nic, length_bytes=KIB)
         memory.close()
         assert (cache.statistics().regions, cache.statistics().registered_bytes) == (0, 0)
         with allocator.allocate(256 * KIB) as successor:
             successor.fill(0x5A)
-            peer_pair.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
+            peer_pair.write(remote_range, seed=seed).expect(Status.REM_ACCESS_ERR)
             assert successor.read() == b"\x5a" * (256 * KIB)
 
 
@@ -190,13 +190,13 @@ def test_invalidated_entry_is_deregistered_with_its_last_lease(
         connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         with cache.lease(memory) as first_lease, cache.lease(memory) as second_lease:
-            remote = first_lease.remote(nic, length_bytes=KIB)
+            remote_range = first_lease.remote(nic, length_bytes=KIB)
             assert cache.invalidate(memory.address + 5, length_bytes=1) == 1
             with cache.lease(memory) as new_lease:
-                assert new_lease.remote(nic).rkey != remote.rkey
+                assert new_lease.remote(nic).rkey != remote_range.rkey
             first_lease.close()
             peer_pair.write(second_lease.remote(nic, length_bytes=KIB), seed=seed).expect(Status.SUCCESS)
-        peer_pair.write(remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+        peer_pair.write(remote_range, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
         pattern.check(memory.read(length_bytes=KIB), seed=seed)
         assert cache.statistics().registered_bytes == 256 * KIB
         assert cache.invalidate(memory.address, length_bytes=1) == 1

@@ -192,8 +192,8 @@ def test_registration_names_its_nics_and_refuses_others(nic: Nic) -> None:
             with pytest.raises(UsageError) as error_info:
                 registration.region(other_nic)
             assert error_info.value.reason is Reason.BAD_ARGUMENT
-            part = registration.remote(nic, offset_bytes=5, length_bytes=7)
-            assert (part.address, part.length_bytes) == (memory.address + 5, 7)
+            part_range = registration.remote(nic, offset_bytes=5, length_bytes=7)
+            assert (part_range.address, part_range.length_bytes) == (memory.address + 5, 7)
             assert registration.remote(nic).length_bytes == LENGTH_BYTES
         assert registration.closed
         registration.close()

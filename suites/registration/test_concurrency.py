@@ -76,8 +76,8 @@ def run_in_all_threads(call: Callable[[int], object]) -> list[object]:
         except (ApiError, UsageError, ClosedResource) as error:
             return error
 
-    with ThreadPoolExecutor(THREAD_COUNT) as threads:
-        return list(threads.map(call_at_once, range(THREAD_COUNT)))
+    with ThreadPoolExecutor(THREAD_COUNT) as pool:
+        return list(pool.map(call_at_once, range(THREAD_COUNT)))
 
 
 def is_refused(cache: RegionCache, memory: DeviceMemory | HostMemory) -> bool:
@@ -96,9 +96,9 @@ class ObservedMemory(HostMemory):
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
         """Return the key of the mapping."""
-        before_key, self.before_first_key = self.before_first_key, None
-        if before_key is not None:
-            before_key()
+        callback, self.before_first_key = self.before_first_key, None
+        if callback is not None:
+            callback()
         return super().allocation_key()
 
 
@@ -196,12 +196,12 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
 
         with (
             inject_faults(Api.VERBS, f"{find_registration_function(allocator)} call=1 hold={hold_file}"),
-            ThreadPoolExecutor(2) as threads,
+            ThreadPoolExecutor(2) as pool,
         ):
-            first_future = threads.submit(lease_and_get_rkey, 0)
+            first_future = pool.submit(lease_and_get_rkey, 0)
             while not cache.statistics().in_flight:
                 assert not first_future.done()
-            second_future = threads.submit(lease_and_get_rkey, 1)
+            second_future = pool.submit(lease_and_get_rkey, 1)
             while not cache.statistics().waiting:
                 assert not second_future.done()
             # While the registration is pending, a free is refused and does not wait. It still invalidates the range.
@@ -223,8 +223,8 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
 def test_close_with_timeout_waits_for_leases_of_other_threads(allocator: AnyAllocator, nic: Nic) -> None:
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         lease = cache.lease(memory)
-        with ThreadPoolExecutor(1) as threads:
-            closing_future = threads.submit(cache.close, timeout_ms=30_000)
+        with ThreadPoolExecutor(1) as pool:
+            closing_future = pool.submit(cache.close, timeout_ms=30_000)
             # While close() waits, the cache refuses new leases.
             while not is_refused(cache, memory):
                 assert not closing_future.done()

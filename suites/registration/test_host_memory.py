@@ -70,16 +70,16 @@ def test_old_key_never_accesses_the_next_mapping(nic: Nic, peer: Peer, seed: int
         with HostMemory(LENGTH_BYTES) as memory:
             with cache.lease(memory) as lease:
                 assert lease.route is RegistrationRoute.HOST
-                old_remote = lease.remote(nic)
-                peer_pair.write(old_remote, seed=seed).expect(Status.SUCCESS)
+                old_range = lease.remote(nic)
+                peer_pair.write(old_range, seed=seed).expect(Status.SUCCESS)
             pattern.check(memory.read(), seed=seed)
             address = memory.address
         with HostMemory(LENGTH_BYTES) as successor:
             assert successor.address == address
             with cache.lease(successor) as lease:
-                assert lease.remote(nic).rkey != old_remote.rkey
+                assert lease.remote(nic).rkey != old_range.rkey
                 assert (cache.statistics().hits, cache.statistics().misses) == (0, 2)
-            peer_pair.write(old_remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+            peer_pair.write(old_range, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
             assert successor.read() == bytes(LENGTH_BYTES)
 
 

@@ -85,16 +85,16 @@ def test_wrapped_array_is_registered_and_not_freed(
 ) -> None:
     with device.allocate(LENGTH_BYTES) as memory:
         with (
-            cuda.wrap(ArrayWithInterface(memory, **fields), device=device) as wrapped,
+            cuda.wrap(ArrayWithInterface(memory, **fields), device=device) as wrapped_memory,
             RegionCache([nic]) as cache,
             connect_peer_queue_pair(nic, peer) as peer_pair,
         ):
-            assert (wrapped.address, wrapped.length_bytes, wrapped.kind) == (
+            assert (wrapped_memory.address, wrapped_memory.length_bytes, wrapped_memory.kind) == (
                 memory.address,
                 LENGTH_BYTES,
                 MemoryKind.CUDA,
             )
-            with cache.lease(wrapped) as lease:
+            with cache.lease(wrapped_memory) as lease:
                 peer_pair.write(lease.remote(nic), seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(), seed=seed)
 
@@ -164,16 +164,16 @@ def test_managed_and_host_memory_by_dlpack_are_refused(device: Device) -> None:
         assert error_info.value.status_name == "kDLCUDAManaged"
         # kDLCPU, kDLCUDAHost and kDLROCM.
         for device_type in (1, 3, 10):  # noqa: B007 - the class above reads it.
-            with pytest.raises(UsageError) as raised_for_host:
+            with pytest.raises(UsageError) as host_error_info:
                 cuda.wrap(ArrayOnOtherDevice(memory), device=device)
-            assert raised_for_host.value.reason is Reason.NOT_DEVICE_MEMORY
+            assert host_error_info.value.reason is Reason.NOT_DEVICE_MEMORY
 
 
 @pytest.mark.parametrize("max_version", [None, (1, 0), (0, 8)], ids=str)
 def test_dlpack_export_and_import_keep_the_address(device: Device, max_version: tuple[int, int] | None) -> None:
     memory = device.allocate(LENGTH_BYTES - 100)
-    with cuda.wrap(DlpackArray(memory, max_version=max_version), device=device) as wrapped:
-        assert (wrapped.address, wrapped.length_bytes) == (memory.address, LENGTH_BYTES - 100)
+    with cuda.wrap(DlpackArray(memory, max_version=max_version), device=device) as wrapped_memory:
+        assert (wrapped_memory.address, wrapped_memory.length_bytes) == (memory.address, LENGTH_BYTES - 100)
         # The consumer still uses the tensor.
         with pytest.raises(UsageError) as error_info:
             memory.close()
@@ -220,19 +220,19 @@ def test_memory_has_a_cuda_array_interface(device: Device) -> None:
         fields = memory.__cuda_array_interface__
         assert fields["data"] == (memory.address, False)
         assert (fields["shape"], fields["typestr"], fields["version"]) == ((1000,), "|u1", 3)
-        with cuda.wrap(memory, device=device) as wrapped:
-            assert (wrapped.address, wrapped.length_bytes) == (memory.address, 1000)
+        with cuda.wrap(memory, device=device) as wrapped_memory:
+            assert (wrapped_memory.address, wrapped_memory.length_bytes) == (memory.address, 1000)
 
 
 def test_wrapper_keeps_the_array_until_it_is_closed(device: Device) -> None:
     with device.allocate(LENGTH_BYTES) as memory:
         array = ArrayWithInterface(memory)
         array_reference = weakref.ref(array)
-        wrapped = cuda.wrap(array, device=device)
+        wrapped_memory = cuda.wrap(array, device=device)
         del array
         gc.collect()
         assert array_reference() is not None
-        wrapped.close()
-        del wrapped
+        wrapped_memory.close()
+        del wrapped_memory
         gc.collect()
         assert array_reference() is None

@@ -43,8 +43,8 @@ def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator
 
             actions: list[Callable[[], object]] = [lease.close for lease in leases]
             actions.insert(round_index % 4, lambda: cache.invalidate(memory.address, length_bytes=1))
-            with ThreadPoolExecutor(4) as threads:
-                list(threads.map(run_at_once, actions))
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(run_at_once, actions))
             assert read_call_counts(Api.VERBS).get(DEREGISTRATION_FUNCTION, 0) == calls_before + 1
             statistics = cache.statistics()
             assert (
@@ -61,9 +61,9 @@ def test_free_and_close_wait_for_a_running_deregistration(allocator: AnyAllocato
         cache.lease(memory).close()
         with (
             inject_faults(Api.VERBS, f"{DEREGISTRATION_FUNCTION} call=1 delay_us=300000"),
-            ThreadPoolExecutor(1) as threads,
+            ThreadPoolExecutor(1) as pool,
         ):
-            invalidation_future = threads.submit(cache.invalidate, memory.address, length_bytes=1)
+            invalidation_future = pool.submit(cache.invalidate, memory.address, length_bytes=1)
             while not read_peak_delayed_calls(Api.VERBS).get(DEREGISTRATION_FUNCTION):
                 assert not invalidation_future.done()
             (memory if operation == "free" else cache).close()
@@ -75,8 +75,8 @@ def test_free_retries_a_failed_deregistration(allocator: AnyAllocator, nic: Nic)
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         rule = f"{DEREGISTRATION_FUNCTION} call=1 delay_us=300000 errno=EBUSY"
-        with inject_faults(Api.VERBS, rule), ThreadPoolExecutor(1) as threads:
-            invalidation_future = threads.submit(cache.invalidate, memory.address, length_bytes=1)
+        with inject_faults(Api.VERBS, rule), ThreadPoolExecutor(1) as pool:
+            invalidation_future = pool.submit(cache.invalidate, memory.address, length_bytes=1)
             while not read_peak_delayed_calls(Api.VERBS).get(DEREGISTRATION_FUNCTION):
                 assert not invalidation_future.done()
             memory.close()
@@ -105,8 +105,8 @@ def test_concurrent_free_and_eviction_leave_one_region(allocator: AnyAllocator, 
         for _ in range(50):
             with allocator.allocate(64 * KIB) as memory:
                 cache.lease(memory).close()
-                with ThreadPoolExecutor(2) as threads:
-                    for future in (threads.submit(memory.close), threads.submit(evict)):
+                with ThreadPoolExecutor(2) as pool:
+                    for future in (pool.submit(memory.close), pool.submit(evict)):
                         future.result(30)
         statistics = cache.statistics()
         assert (statistics.regions, statistics.registered_bytes, statistics.not_deregistered) == (1, 64 * KIB, 0)

@@ -35,9 +35,9 @@ def test_available_manager_reports_routes_that_work(peer: Peer, seed: int) -> No
         assert all(gpu.route is RegistrationRoute.DMABUF and gpu.obstacle is None for gpu in manager.state.gpus)
         with manager.device(0).allocate(64 * KIB) as memory:
             with manager.lease(memory) as lease:
-                nic, remote = manager.remote(lease, gpu_index=0)
+                nic, remote_range = manager.remote(lease, gpu_index=0)
                 with connect_peer_queue_pair(nic, peer) as peer_pair:
-                    peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
+                    peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
             pattern.check(memory.read(), seed=seed)
 
 

@@ -114,8 +114,8 @@ def test_threads_never_share_memory(device: Device) -> None:
                 with lock:
                     addresses.remove(pooled_memory.memory.address)
 
-    with MemoryPool(device) as pool, ThreadPoolExecutor(8) as threads:
-        for future in [threads.submit(allocate_repeatedly, index) for index in range(8)]:
+    with MemoryPool(device) as pool, ThreadPoolExecutor(8) as executor:
+        for future in [executor.submit(allocate_repeatedly, index) for index in range(8)]:
             future.result()
         assert pool.statistics().in_use_blocks == 0
         assert pool.statistics().idle_blocks <= 24

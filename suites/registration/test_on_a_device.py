@@ -37,10 +37,10 @@ def check_write_by_dmabuf(memory: DeviceBuffer, nic: Nic, peer: Peer, seed: int)
         register_by_route(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
         connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
-        remote = registration.remote(nic, offset_bytes=4097, length_bytes=MIB + 3)
-        peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
+        remote_range = registration.remote(nic, offset_bytes=4097, length_bytes=MIB + 3)
+        peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=4097, length_bytes=MIB + 3), seed=seed)
-        peer_pair.read(remote, seed=seed).completion.expect(Status.SUCCESS)
+        peer_pair.read(remote_range, seed=seed).completion.expect(Status.SUCCESS)
 
 
 @DMABUF
@@ -94,8 +94,8 @@ def test_reused_address_has_a_new_buffer_id_and_key(
         cuda.borrow(device, old_allocation.address, length_bytes=2 * MIB) as memory,
     ):
         with cache.lease(memory) as lease:
-            old_remote = lease.remote(nic, length_bytes=64 * KIB)
-            peer_pair.write(old_remote, seed=seed).expect(Status.SUCCESS)
+            old_range = lease.remote(nic, length_bytes=64 * KIB)
+            peer_pair.write(old_range, seed=seed).expect(Status.SUCCESS)
         old_id = memory.buffer_id()
         old_allocation.free()
         with (
@@ -109,9 +109,9 @@ def test_reused_address_has_a_new_buffer_id_and_key(
             misses_before = cache.statistics().misses
             with cache.lease(successor) as lease:
                 assert cache.statistics().misses == misses_before + 1
-                assert lease.remote(nic).rkey != old_remote.rkey
+                assert lease.remote(nic).rkey != old_range.rkey
                 # The old key may still be valid, but it must not access the new memory.
-                peer_pair.write(old_remote, seed=seed + 1)
+                peer_pair.write(old_range, seed=seed + 1)
                 assert successor.read() == b"\x5a" * (2 * MIB)
 
 

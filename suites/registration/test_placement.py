@@ -155,7 +155,7 @@ def test_faster_link_wins_among_equally_near_nics(tmp_path: Path, nics: tuple[Ni
     placement = Placement(tree)
     assert [placement.link_gbit_per_s(nic) for nic in nics[:2]] == [200.0, 400.0]
     assert placement.nearest(GPU_ADDRESS, nics[:2]) == (nics[1],)
-    # A nearer NIC wins over a faster one.
+    # A nearer NIC wins over a faster NIC.
     (tmp_path / f"sys/class/infiniband/{names[1]}/device").unlink()
     (tmp_path / f"sys/class/infiniband/{names[1]}/device").symlink_to("../../../0000:81:00.0")
     assert Placement(tree).nearest(GPU_ADDRESS, nics[:2]) == (nics[0],)

@@ -82,8 +82,8 @@ def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics:
 @DMABUF
 @needs(software(Api.VERBS))
 def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[Nic, ...]) -> None:
-    # Each registration must raise a new error object: the traceback of a reused one refers to the memory of all
-    # callers.
+    # Each registration must raise a new error object: the traceback of a reused object would refer to the memory of
+    # all callers.
     references: list[weakref.ref[object]] = []
     traceback_lengths = set()
 
@@ -213,6 +213,6 @@ def test_vmm_memory_of_several_chunks_is_one_region(device: Device, nic: Nic, pe
     ):
         assert len(memory.allocation_key()) == 3
         # The range begins in the first chunk and ends in the third.
-        remote = registration.remote(nic, offset_bytes=2 * MIB - 7, length_bytes=2 * MIB + 99)
-        peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
-        peer_pair.read(remote, seed=seed).completion.expect(Status.SUCCESS)
+        remote_range = registration.remote(nic, offset_bytes=2 * MIB - 7, length_bytes=2 * MIB + 99)
+        peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
+        peer_pair.read(remote_range, seed=seed).completion.expect(Status.SUCCESS)

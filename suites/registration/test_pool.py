@@ -84,7 +84,7 @@ def test_allocate_from_an_empty_pool_times_out(allocator: AnyAllocator, nic: Nic
 
 def test_waiting_threads_are_served_in_order_of_arrival(allocator: AnyAllocator, nic: Nic) -> None:
     served_indices: list[int] = []
-    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=1) as pool, ThreadPoolExecutor(4) as threads:
+    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=1) as pool, ThreadPoolExecutor(4) as executor:
         held_buffer = pool.allocate()
 
         def wait_for_buffer(index: int) -> None:
@@ -93,7 +93,7 @@ def test_waiting_threads_are_served_in_order_of_arrival(allocator: AnyAllocator,
 
         futures = []
         for index in range(4):
-            futures.append(threads.submit(wait_for_buffer, index))
+            futures.append(executor.submit(wait_for_buffer, index))
             while pool.statistics().waiting <= index:
                 assert not futures[-1].done()
         held_buffer.close()
@@ -106,7 +106,7 @@ def test_waiting_threads_are_served_in_order_of_arrival(allocator: AnyAllocator,
 def test_buffer_is_never_allocated_twice(allocator: AnyAllocator, nic: Nic) -> None:
     open_addresses: set[int] = set()
     lock = threading.Lock()
-    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=3) as pool, ThreadPoolExecutor(8) as threads:
+    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=3) as pool, ThreadPoolExecutor(8) as executor:
 
         def allocate_repeatedly(_index: int) -> None:
             for _ in range(50):
@@ -117,15 +117,15 @@ def test_buffer_is_never_allocated_twice(allocator: AnyAllocator, nic: Nic) -> N
                     with lock:
                         open_addresses.remove(buffer.address)
 
-        list(threads.map(allocate_repeatedly, range(8)))
+        list(executor.map(allocate_repeatedly, range(8)))
         statistics = pool.statistics()
         assert (statistics.free, statistics.waiting, statistics.allocations) == (3, 0, 400)
 
 
 def test_buffer_closed_by_two_threads_is_returned_once(allocator: AnyAllocator, nic: Nic) -> None:
-    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2) as pool, ThreadPoolExecutor(8) as threads:
+    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2) as pool, ThreadPoolExecutor(8) as executor:
         buffer: RdmaBuffer = pool.allocate()
-        list(threads.map(lambda _index: buffer.close(), range(8)))
+        list(executor.map(lambda _index: buffer.close(), range(8)))
         assert pool.statistics().free == 2
 
 

@@ -127,9 +127,9 @@ def test_other_table_reads_the_file_and_measures_nothing(
     with inject_faults(Api.VERBS, NO_WRITES):
         first_results = ReachTable().measured(device, nics)
     assert (state_folder / "reach").stat().st_mode & 0o777 == 0o600
-    count_before = count_registrations()
+    registrations_before = count_registrations()
     second_results = ReachTable().measured(device, nics)
-    assert count_registrations() == count_before
+    assert count_registrations() == registrations_before
     assert [(reach.nic, reach.state, reach.measured_s) for reach in second_results] == [
         (reach.nic, reach.state, reach.measured_s) for reach in first_results
     ]
@@ -140,14 +140,16 @@ def test_other_table_reads_the_file_and_measures_nothing(
     assert all(reach.moved for reach in third_results)
 
 
-@pytest.mark.parametrize("text", ["", "gdrkit-reach 2\n", "gdrkit-reach 1\nrubbish\ngpu=GPU-0 nic=twin0 moved=yes\n"])
-def test_malformed_file_is_ignored(device: Device, nics: tuple[Nic, ...], state_folder: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "file_text", ["", "gdrkit-reach 2\n", "gdrkit-reach 1\nrubbish\ngpu=GPU-0 nic=twin0 moved=yes\n"]
+)
+def test_malformed_file_is_ignored(device: Device, nics: tuple[Nic, ...], state_folder: Path, file_text: str) -> None:
     ReachTable().measured(device, nics)
-    (state_folder / "reach").write_text(text)
-    count_before = count_registrations()
+    (state_folder / "reach").write_text(file_text)
+    registrations_before = count_registrations()
     results = ReachTable().measured(device, nics)
     assert all(reach.moved for reach in results)
-    assert count_registrations() == count_before + len(nics)
+    assert count_registrations() == registrations_before + len(nics)
 
 
 def test_full_file_keeps_the_newest_results(device: Device, nics: tuple[Nic, ...], state_folder: Path) -> None:
@@ -157,10 +159,10 @@ def test_full_file_keeps_the_newest_results(device: Device, nics: tuple[Nic, ...
         for number in range(1, 1000)
     ]
     ReachTable().store([*older_results, newest_result])
-    text = (state_folder / "reach").read_text()
-    assert 60 * KIB < len(text) <= 64 * KIB
-    assert f"gpu={newest_result.gpu_uuid} " in text
-    assert " gpu=GPU-999 " not in text.replace("\n", " ")
+    file_text = (state_folder / "reach").read_text()
+    assert 60 * KIB < len(file_text) <= 64 * KIB
+    assert f"gpu={newest_result.gpu_uuid} " in file_text
+    assert " gpu=GPU-999 " not in file_text.replace("\n", " ")
 
 
 def test_file_that_others_may_have_written_is_ignored(
@@ -168,9 +170,9 @@ def test_file_that_others_may_have_written_is_ignored(
 ) -> None:
     ReachTable().measured(device, nics)
     (state_folder / "reach").chmod(0o666)
-    count_before = count_registrations()
+    registrations_before = count_registrations()
     ReachTable().measured(device, nics)
-    assert count_registrations() == count_before + len(nics)
+    assert count_registrations() == registrations_before + len(nics)
 
 
 def test_manager_uses_only_nics_that_moved_bytes(nics: tuple[Nic, ...]) -> None:
@@ -202,7 +204,7 @@ def test_stale_result_of_another_reach_is_a_new_measurement(
     ReachTable().measured(device, nics)
     file = state_folder / "reach"
     file.write_text(file.read_text().replace(nics[0].gid, "fe80:0000:0000:0000:0000:0000:0000:0001"))
-    count_before = count_registrations()
+    registrations_before = count_registrations()
     results: tuple[Reach, ...] = ReachTable().measured(device, nics)
-    assert count_registrations() == count_before + 1
+    assert count_registrations() == registrations_before + 1
     assert all(reach.moved for reach in results)

@@ -63,7 +63,7 @@ def read_and_get_error(folder: RunFolder) -> str:
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("line", "expected_text"),
     [
         (b'{"schema_version": 1, "case": "a', "not JSON"),
         (b"\xff\xfe\x00", "utf-8"),
@@ -75,12 +75,12 @@ def read_and_get_error(folder: RunFolder) -> str:
     ],
     ids=["half", "binary", "deep", "nan", "version", "foreign", "null"],
 )
-def test_malformed_record_is_refused_with_its_line(run_folder: RunFolder, line: bytes, expected: str) -> None:
+def test_malformed_record_is_refused_with_its_line(run_folder: RunFolder, line: bytes, expected_text: str) -> None:
     with run_folder.records.open("ab") as file:
         file.write(line + b"\n")
     message = read_and_get_error(run_folder)
     assert message.startswith(f"{run_folder.records}:4: ")
-    assert expected in message
+    assert expected_text in message
 
 
 @pytest.mark.parametrize("value", ['"much"', "1e999", "true", "null"])
@@ -91,7 +91,7 @@ def test_invalid_number_is_refused(run_folder: RunFolder, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "expected"),
+    ("file", "file_text", "expected_text"),
     [
         ("run", "{", "not JSON"),
         ("run", '{"schema_version": 7}', "expected schema_version 1, found 7"),
@@ -101,12 +101,12 @@ def test_invalid_number_is_refused(run_folder: RunFolder, value: str) -> None:
         ("facts", '{"schema_version": 1}', "facts.json.machine: expected a value"),
     ],
 )
-def test_damaged_file_of_a_run_is_named(run_folder: RunFolder, file: str, text: str, expected: str) -> None:
+def test_damaged_file_of_a_run_is_named(run_folder: RunFolder, file: str, file_text: str, expected_text: str) -> None:
     damaged_file: Path = getattr(run_folder, file)
-    damaged_file.write_text(text)
+    damaged_file.write_text(file_text)
     message = read_and_get_error(run_folder)
     assert message.startswith(str(damaged_file))
-    assert expected in message
+    assert expected_text in message
 
 
 def walk_value_paths(data: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -121,13 +121,16 @@ def replace_value(data: Json, path: tuple[str | int, ...], value: Json) -> Json:
     """Return a copy of a document in which the value at `path` is replaced."""
     if not path:
         return value
-    step, remaining_path = path[0], path[1:]
+    first_key, remaining_path = path[0], path[1:]
     if isinstance(data, dict):
         return {
-            key: replace_value(child, remaining_path, value) if key == step else child for key, child in data.items()
+            key: replace_value(child, remaining_path, value) if key == first_key else child
+            for key, child in data.items()
         }
     assert isinstance(data, list)
-    return [replace_value(child, remaining_path, value) if index == step else child for index, child in enumerate(data)]
+    return [
+        replace_value(child, remaining_path, value) if index == first_key else child for index, child in enumerate(data)
+    ]
 
 
 @pytest.mark.parametrize("name", ["run.json", "facts.json", "plan.json", "records.jsonl"])
@@ -248,7 +251,7 @@ def test_failed_write_keeps_the_earlier_report(run_folder: RunFolder) -> None:
 @pytest.mark.parametrize("command", ["report", "qualify"])
 def test_missing_write_permission_has_exit_code_3(command: str) -> None:
     option = {"report": [], "qualify": ["--output"]}[command]
-    # Every start of pytest takes the permissions of other users from the folder that contains `tmp_path`.
+    # Every start of pytest removes the permissions of other users from the folder that contains `tmp_path`.
     with folder_for_all_users() as folder:
         run_folder = RunFolder(write_run(folder / "run", make_facts(), [make_record()]))
         arguments = [sys.executable, "-m", "gdrkit", command, *option, str(run_folder.path)]
@@ -272,8 +275,8 @@ def test_hostile_host_name_is_text_in_every_document(run_folder: RunFolder) -> N
     assert "<script" not in documents.summary.read_text()
     ET.parse(documents.junit)  # noqa: S314 - our own document.
     for file in (documents.index, documents.summary, documents.metrics, documents.junit):
-        text = file.read_text()
-        assert [character for character in "\x1b\x07\x9b\u202e" if character in text] == [], file.name
+        document_text = file.read_text()
+        assert [character for character in "\x1b\x07\x9b\u202e" if character in document_text] == [], file.name
     # The line end in the host name does not begin a new line.
     assert [
         line for line in documents.metrics.read_text().splitlines() if line.startswith("# HELP") and "owned" in line

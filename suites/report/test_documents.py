@@ -49,7 +49,7 @@ class PageParser(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.open: list[str] = []
+        self.open_tags: list[str] = []
         self.tags: list[str] = []
         self.lines: list[str] = []
         self.tables: list[bool] = []
@@ -63,27 +63,27 @@ class PageParser(HTMLParser):
             assert tag != "script"
             assert name != "href" or (value or "").startswith("#")
         if tag == "caption":
-            assert self.open[-1] == "table"
+            assert self.open_tags[-1] == "table"
         if tag not in VOID_ELEMENTS:
-            self.open.append(tag)
+            self.open_tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open
-        assert self.open.pop() == tag
+        assert self.open_tags
+        assert self.open_tags.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "script" in self.open:
+        if "script" in self.open_tags:
             assert data == SEARCH_SCRIPT
-        elif "style" not in self.open and "head" not in self.open and data.strip():
+        elif "style" not in self.open_tags and "head" not in self.open_tags and data.strip():
             self.lines.append(data.strip())
 
 
-def read_page(text: str) -> PageParser:
+def read_page(page_html: str) -> PageParser:
     page = PageParser()
-    page.feed(text)
+    page.feed(page_html)
     page.close()
-    assert page.open == []
-    assert text.startswith("<!doctype html>")
+    assert page.open_tags == []
+    assert page_html.startswith("<!doctype html>")
     return page
 
 
@@ -122,9 +122,9 @@ def test_hostile_text_stays_text_in_xml() -> None:
 
 
 def test_hostile_text_breaks_no_table_in_markdown() -> None:
-    text = render_markdown(make_run(verdict=HOSTILE_TEXT), make_facts(), make_hostile_records())
-    assert "<script" not in text
-    rows = [line for line in text.splitlines() if line.startswith("| ") and "verdict |" not in line]
+    summary = render_markdown(make_run(verdict=HOSTILE_TEXT), make_facts(), make_hostile_records())
+    assert "<script" not in summary
+    rows = [line for line in summary.splitlines() if line.startswith("| ") and "verdict |" not in line]
     malformed_rows = [line for line in rows if line.replace("\\|", "").count("|") not in (4, 5)]
     assert malformed_rows == []
 
@@ -141,12 +141,12 @@ def test_hostile_text_begins_no_line_in_markdown() -> None:
         causes=(text_of_several_lines,),
         required=(text_of_several_lines,),
     )
-    text = render_markdown(run, make_facts(), [])
-    assert "owned" in text
-    assert [line for line in text.splitlines() if line in {"# owned", "- owned"}] == []
-    assert [tag for tag in ("<script", "<b ", "</code") if tag in text] == []
+    summary = render_markdown(run, make_facts(), [])
+    assert "owned" in summary
+    assert [line for line in summary.splitlines() if line in {"# owned", "- owned"}] == []
+    assert [tag for tag in ("<script", "<b ", "</code") if tag in summary] == []
     # In every line, the backquotes are balanced.
-    assert [line for line in text.splitlines() if line.count("`") % 2] == []
+    assert [line for line in summary.splitlines() if line.count("`") % 2] == []
 
 
 @settings(database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
@@ -190,8 +190,13 @@ def test_tables_have_captions_and_cases_have_details() -> None:
     page = read_page(render_html(make_run(substrate=ON_TWINS), facts, [record]))
     assert page.tags.count("table") == page.tags.count("caption") == 7
     assert page.tags.count("h1") == 1
-    for text in ("A title.", "moved_bytes", "not possible", "ibv_reg_mr failed: Bad address (EFAULT); load a module"):
-        assert any(text in line for line in page.lines), text
+    for expected_text in (
+        "A title.",
+        "moved_bytes",
+        "not possible",
+        "ibv_reg_mr failed: Bad address (EFAULT); load a module",
+    ):
+        assert any(expected_text in line for line in page.lines), expected_text
 
 
 def test_page_without_cases_has_a_note() -> None:
@@ -228,7 +233,7 @@ def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("line", "expected_text"),
     [
         ("{", "not JSON"),
         ("[]", "schema_version"),
@@ -236,8 +241,8 @@ def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
         ('{"schema_version": 1}', "case"),
     ],
 )
-def test_other_json_is_refused_with_its_line(line: str, expected: str) -> None:
-    with pytest.raises(UsageError, match=expected) as error_info:
+def test_other_json_is_refused_with_its_line(line: str, expected_text: str) -> None:
+    with pytest.raises(UsageError, match=expected_text) as error_info:
         parse_records(["", line], name="records.jsonl")
     assert error_info.value.reason is Reason.MALFORMED
     assert "records.jsonl:2" in error_info.value.message

@@ -60,17 +60,21 @@ def test_headline_names_devices_and_drivers() -> None:
 
 def test_host_name_is_before_the_verdict(tmp_path: Path) -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
-    text = render(write_run(tmp_path / "run", facts, list(make_host_records(facts)), host="node7")).index.read_text()
-    assert text.index('<p class="hostname">node7</p>') < text.index("<h1>") < text.index('<h2 id="paths">')
-    assert "<title>node7: " in text
+    page_html = render(
+        write_run(tmp_path / "run", facts, list(make_host_records(facts)), host="node7")
+    ).index.read_text()
+    assert (
+        page_html.index('<p class="hostname">node7</p>') < page_html.index("<h1>") < page_html.index('<h2 id="paths">')
+    )
+    assert "<title>node7: " in page_html
 
 
 def test_page_says_that_records_do_not_name_the_host(tmp_path: Path) -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
     path = write_run(tmp_path / "run", facts, list(make_host_records(facts)), host="node7")
     RunFolder(path).run.unlink()
-    text = render(path).index.read_text()
-    assert text.index('<p class="hostname">Host name not recorded</p>') < text.index("<h1>")
+    page_html = render(path).index.read_text()
+    assert page_html.index('<p class="hostname">Host name not recorded</p>') < page_html.index("<h1>")
 
 
 def test_titles_of_measurements_have_the_field_spelling() -> None:
@@ -121,8 +125,8 @@ def test_fallback_wins_over_a_proven_route_of_a_pair() -> None:
 
 def test_wide_matrix_has_symbols_and_hidden_words() -> None:
     facts = make_host_facts(gpu_count=8, nic_count=8)
-    text = render_html(make_run(), facts, list(make_host_records(facts)))
-    (table,) = re.findall(r'<table class="grid narrow">.*?</table>', text, re.DOTALL)
+    page_html = render_html(make_run(), facts, list(make_host_records(facts)))
+    (table,) = re.findall(r'<table class="grid narrow">.*?</table>', page_html, re.DOTALL)
     assert table.count('<span class="hidden">fell back</span>') >= 16
     assert table.count("<tr>") == 2 + 8
 
@@ -155,9 +159,9 @@ def test_balance_is_a_matrix_that_names_the_slow_nic() -> None:
     assert dict(matrix.totals)["Share of all bytes"] == ("90.0 %", "10.0 %")
     assert matrix.slow_nics == {"mlx5_1"}
     assert matrix.caveat
-    text = render_html(make_run(), make_facts(), [record])
-    assert text.count('mlx5_1 <span class="state fail">slow</span>') == 1
-    assert "by the port counters" in text
+    page_html = render_html(make_run(), make_facts(), [record])
+    assert page_html.count('mlx5_1 <span class="state fail">slow</span>') == 1
+    assert "by the port counters" in page_html
 
 
 @pytest.mark.parametrize(
@@ -203,9 +207,9 @@ def test_missed_expectation_is_marked_with_its_source() -> None:
 def test_best_of_several_sizes_is_shown_for_rate_and_time() -> None:
     records = [
         make_record(
-            case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s": rate, "wait_us_median": us}, substrate=HARDWARE
+            case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s": rate, "wait_us_median": time_us}, substrate=HARDWARE
         )
-        for size, rate, us in (("1MiB", 5.0, 9.0), ("2MiB", 7.0, 12.0), ("4MiB", 6.0, 20.0))
+        for size, rate, time_us in (("1MiB", 5.0, 9.0), ("2MiB", 7.0, 12.0), ("4MiB", 6.0, 20.0))
     ]
     rows = {row.unit: (row.quantity, row.value) for row in measurements(records, make_facts())}
     assert rows == {"GB/s": ("at 2 MiB", "7.00"), "us": ("wait at 1 MiB", "9.00")}
@@ -236,10 +240,10 @@ def test_page_has_findings_of_the_doctor_and_distances(tmp_path: Path) -> None:
     folder.topology.write_text(make_topology().to_json())
     diagnosis = diagnose(this_machine(query_apis=False, run_experiments=False))
     folder.diagnosis.write_text(diagnosis.to_json())
-    text = render(folder.path).index.read_text()
-    assert f"of {len(diagnosis.findings)} known causes" in text
-    assert text.count("<code>gdrkit explain ") == len(diagnosis.of(Verdict.FAIL))
-    assert '<td class="pix">PIX</td>' in text
+    page_html = render(folder.path).index.read_text()
+    assert f"of {len(diagnosis.findings)} known causes" in page_html
+    assert page_html.count("<code>gdrkit explain ") == len(diagnosis.of(Verdict.FAIL))
+    assert '<td class="pix">PIX</td>' in page_html
     # A folder of gdrkit 0.1.0 has neither file.
     folder.topology.unlink()
     folder.diagnosis.unlink()
@@ -263,9 +267,9 @@ def test_topology_survives_a_round_trip() -> None:
 
 def test_folder_of_cases_is_folded_and_counts_its_verdicts() -> None:
     records = [make_record(case="a/x.py::test_a"), make_record(Verdict.FAIL, case="b/y.py::test_b")]
-    text = render_html(make_run(), make_facts(), records)
+    page_html = render_html(make_run(), make_facts(), records)
     folders = re.findall(
-        r'<details class="suite">\s*<summary><code>(\w)</code>.*?class="(\w+)"><b>1</b>', text, re.DOTALL
+        r'<details class="suite">\s*<summary><code>(\w)</code>.*?class="(\w+)"><b>1</b>', page_html, re.DOTALL
     )
     assert folders == [("a", "pass"), ("b", "fail")]
 

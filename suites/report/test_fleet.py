@@ -36,9 +36,9 @@ import sys
 from pathlib import Path
 from gdrkit.errors import SetupMissing
 from gdrkit.report.fleet import render_fleet
-from gdrkit.report.render import environment
+from gdrkit.report.render import make_template_environment
 from support.other_user import become_unprivileged
-environment(escaped=True).get_template("fleet.html.j2")
+make_template_environment(escaped=True).get_template("fleet.html.j2")
 become_unprivileged()
 try:
     fleet = render_fleet(Path(sys.argv[1]), Path(sys.argv[2]))
@@ -48,15 +48,17 @@ print(*(host.name for host in fleet.hosts), *fleet.problems, sep="\\n")
 """
 
 
-def write_host_run(folder: Path, name: str, *, facts: Facts = FACTS, factor: float = 1.0, started: str = "12") -> Path:
+def write_host_run(
+    folder: Path, name: str, *, facts: Facts = FACTS, rate_factor: float = 1.0, start_hour: str = "12"
+) -> Path:
     """Write the run of a host named `name` into `folder`. The GUID of its NIC is unique."""
     (nic,) = facts.rdma_devices
     facts_of_host = dataclasses.replace(
         facts, rdma_devices=(dataclasses.replace(nic, node_guid=folder.name),), cuda=None
     )
-    path = write_run(folder, facts_of_host, list(make_host_records(FACTS, rate_factor=factor)), host=name)
+    path = write_run(folder, facts_of_host, list(make_host_records(FACTS, rate_factor=rate_factor)), host=name)
     run = RunFolder(path).read_run()
-    RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{started}:00:00Z"))
+    RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{start_hour}:00:00Z"))
     return path
 
 
@@ -141,7 +143,7 @@ def test_hosts_that_need_attention_come_first(tmp_path: Path) -> None:
 
 def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
     for number in range(4):
-        write_host_run(tmp_path / f"run{number}", f"node{number}", factor=0.8 if number == 2 else 0.99)
+        write_host_run(tmp_path / f"run{number}", f"node{number}", rate_factor=0.8 if number == 2 else 0.99)
     facts_of_old_driver = dataclasses.replace(FACTS, nvidia_driver_version="570.1")
     write_host_run(tmp_path / "run4", "node4", facts=facts_of_old_driver)
     hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
@@ -153,7 +155,7 @@ def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "slow"),
+    ("numbers", "expected_percents"),
     [
         ({"rate_gb_per_s_median": 8.0}, [-20.0]),
         ({"rate_gb_per_s_median": 12.0}, []),
@@ -173,14 +175,14 @@ def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
     ids=str,
 )
 def test_slower_numbers_are_those_beyond_their_noise(
-    tmp_path: Path, numbers: dict[str, float], slow: list[float]
+    tmp_path: Path, numbers: dict[str, float], expected_percents: list[float]
 ) -> None:
     numbers_of_other_hosts = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
     for number in range(5):
         record = make_record(numbers=numbers if number == 2 else numbers_of_other_hosts, substrate=HARDWARE)
         write_run(tmp_path / f"run{number}", FACTS, [record], host=f"node{number}", host_id=f"{number}")
     hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
-    assert [number.percent for number in hosts["node2"].slow] == slow
+    assert [number.percent for number in hosts["node2"].slow] == expected_percents
     assert [row.slow for name, row in hosts.items() if name != "node2"] == [()] * 4
     assert f"by more than {NOISE_PERCENT:g} %" in (tmp_path / "index.html").read_text()
 
@@ -211,47 +213,62 @@ def change_fields(file: Path, **fields: Json) -> None:
     file.write_text(json.dumps({**json.loads(first_line), **fields}) + line_end + later_lines)
 
 
-def make_unfinished(run: RunFolder, plan: Json) -> None:
-    run.run.unlink()
-    run.plan.write_text(json.dumps(plan))
+def make_run_unfinished(run_folder: RunFolder, plan: Json) -> None:
+    run_folder.run.unlink()
+    run_folder.plan.write_text(json.dumps(plan))
 
 
 @pytest.mark.parametrize(
-    ("damage", "expected"),
+    ("damage_run", "expected_text"),
     [
         (
-            lambda run: change_fields(run.run, started="yesterday"),
+            lambda run_folder: change_fields(run_folder.run, started="yesterday"),
             "run.json.started: expected a time such as 2026-11-20T",
         ),
-        (lambda run: change_fields(run.run, started="2026-02-30T12:00:00Z"), "found '2026-02-30T12:00:00Z'"),
-        (lambda run: change_fields(run.run, started="2026-11-20T12:00:00"), "run.json.started"),
         (
-            lambda run: change_fields(run.run, substrate={"cuda": "magic"}),
+            lambda run_folder: change_fields(run_folder.run, started="2026-02-30T12:00:00Z"),
+            "found '2026-02-30T12:00:00Z'",
+        ),
+        (lambda run_folder: change_fields(run_folder.run, started="2026-11-20T12:00:00"), "run.json.started"),
+        (
+            lambda run_folder: change_fields(run_folder.run, substrate={"cuda": "magic"}),
             "run.json.substrate.cuda: expected one of hardware",
         ),
-        (lambda run: change_fields(run.run, duration_s=10**400), "run.json.duration_s: expected a finite number"),
-        (lambda run: change_fields(run.run, exit_code=10**400), "run.json.exit_code: expected 0 to 255"),
-        (lambda run: change_fields(run.records, started="never"), "records.jsonl:1.started"),
-        (lambda run: change_fields(run.records, substrate={"verbs": ""}), "records.jsonl:1.substrate.verbs"),
-        (lambda run: make_unfinished(run, {"cases": 5}), "plan.json: expected an object with a list of cases"),
-        (lambda run: make_unfinished(run, ["case"]), "plan.json: expected an object with a list of cases"),
         (
-            lambda run: make_unfinished(run, {"cases": [{"case": "a"}, {}]}),
+            lambda run_folder: change_fields(run_folder.run, duration_s=10**400),
+            "run.json.duration_s: expected a finite number",
+        ),
+        (lambda run_folder: change_fields(run_folder.run, exit_code=10**400), "run.json.exit_code: expected 0 to 255"),
+        (lambda run_folder: change_fields(run_folder.records, started="never"), "records.jsonl:1.started"),
+        (
+            lambda run_folder: change_fields(run_folder.records, substrate={"verbs": ""}),
+            "records.jsonl:1.substrate.verbs",
+        ),
+        (
+            lambda run_folder: make_run_unfinished(run_folder, {"cases": 5}),
+            "plan.json: expected an object with a list of cases",
+        ),
+        (
+            lambda run_folder: make_run_unfinished(run_folder, ["case"]),
+            "plan.json: expected an object with a list of cases",
+        ),
+        (
+            lambda run_folder: make_run_unfinished(run_folder, {"cases": [{"case": "a"}, {}]}),
             "plan.json.cases: expected the name of each",
         ),
-        (lambda run: (run.run.unlink(), run.run.symlink_to(run.run)), "ELOOP"),
+        (lambda run_folder: (run_folder.run.unlink(), run_folder.run.symlink_to(run_folder.run)), "ELOOP"),
     ],
     ids=range(12),
 )
 def test_malformed_run_is_a_row_with_its_error(
-    tmp_path: Path, damage: Callable[[RunFolder], object], expected: str
+    tmp_path: Path, damage_run: Callable[[RunFolder], object], expected_text: str
 ) -> None:
     write_host_run(tmp_path / "good", "good")
-    damage(RunFolder(write_host_run(tmp_path / "bad", "bad")))
+    damage_run(RunFolder(write_host_run(tmp_path / "bad", "bad")))
     fleet = render_fleet(tmp_path)
     assert [(row.name, row.state) for row in fleet.hosts] == [("bad", "not readable"), ("good", "qualified")]
     (problem,) = fleet.problems
-    assert expected in problem
+    assert expected_text in problem
 
 
 @needs(host_needs.capability("CAP_SETUID"), host_needs.package_for_all_users)
@@ -290,18 +307,16 @@ def test_two_hosts_with_one_name_are_two_rows_and_a_problem(tmp_path: Path) -> N
     fleet = render_fleet(tmp_path)
     assert [row.name for row in fleet.hosts] == ["node (a)", "node (b)"]
     assert fleet.problems == ("2 hosts have the name node: a, b",)
-    text = (tmp_path / "metrics.prom").read_text()
-    assert 'host="node (a)"' in text
-    assert 'host="node"' not in text
+    metrics_text = (tmp_path / "metrics.prom").read_text()
+    assert 'host="node (a)"' in metrics_text
+    assert 'host="node"' not in metrics_text
 
 
 def test_last_run_of_a_host_counts(tmp_path: Path) -> None:
-    for folder, started in (("first", "08"), ("last", "20")):
-        (nic,) = FACTS.rdma_devices
+    for folder, start_hour in (("first", "08"), ("last", "20")):
         path = write_run(tmp_path / folder, FACTS, [make_record()], host="node", host_id="ab")
         run = RunFolder(path).read_run()
-        RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{started}:00:00Z"))
-        assert nic.node_guid
+        RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{start_hour}:00:00Z"))
     fleet = render_fleet(tmp_path)
     assert [row.folder for row in fleet.hosts] == ["last"]
     assert fleet.problems == ()
@@ -343,7 +358,7 @@ def test_page_of_100_hosts_is_below_1_mb(tmp_path: Path) -> None:
 
 def test_fleet_page_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
     for number in range(3):
-        write_host_run(tmp_path / f"run{number}", f"node{number}", factor=0.8 if number == 2 else 1.0)
+        write_host_run(tmp_path / f"run{number}", f"node{number}", rate_factor=0.8 if number == 2 else 1.0)
     folder = RunFolder(tmp_path / "run1")
     causes = ("no route to GPU 0 is proven", "no route to GPU 1 is proven", "no route to GPU 2 is proven")
     run = dataclasses.replace(folder.read_run(), exit_code=1, causes=causes, to_do=("gdrkit doctor",))

@@ -35,8 +35,8 @@ BROWSER_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 SAMPLE_REPORT = install_paths().root / "docs" / "sample-report" / "index.html"
 # Largest height of the page of a large run with all folders of cases folded, in CSS pixels at a width of 1280.
 HEIGHT_MAX_PX = 6000
-# For each state of a host: the fields of its run.
-RUN_OF_STATE: dict[RunState, dict[str, Any]] = {
+# The fields of a run that lead to each state of a host.
+RUN_FIELDS_BY_STATE: dict[RunState, dict[str, Any]] = {
     RunState.QUALIFIED: {},
     RunState.SOFTWARE_ONLY: {"software_asked": True, "substrate": {"verbs": "twin", "cuda": "twin"}},
     RunState.PARTIAL: {"selection": "-k write"},
@@ -78,11 +78,11 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
-def open_page(browser: Browser, path: Path, *, width: int, is_dark: bool = False) -> tuple[Page, list[str]]:
+def open_page(browser: Browser, path: Path, *, width_px: int, is_dark: bool = False) -> tuple[Page, list[str]]:
     """Open a file in a new window, and return the page and the list of its console messages and exceptions."""
     # The security policy of the page would refuse the script of axe-core.
     page = browser.new_page(
-        viewport={"width": width, "height": 900}, color_scheme="dark" if is_dark else "light", bypass_csp=True
+        viewport={"width": width_px, "height": 900}, color_scheme="dark" if is_dark else "light", bypass_csp=True
     )
     messages: list[str] = []
     page.on("console", lambda message: messages.append(message.text))
@@ -122,7 +122,7 @@ def make_page(name: str, folder: Path) -> Path:
 
 def make_fleet_page(folder: Path) -> Path:
     """Create the page of a fleet with one host in each state. One host is slower, and one has fewer NICs."""
-    for number, (state, changes) in enumerate(RUN_OF_STATE.items()):
+    for number, (state, changes) in enumerate(RUN_FIELDS_BY_STATE.items()):
         facts = make_host_facts(gpu_count=2, nic_count=1 if number == 3 else 2)
         rate_factor = 0.8 if state is RunState.PARTIAL else 1.0
         path = write_run(
@@ -141,12 +141,14 @@ def make_fleet_page(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", WIDTHS_PX)
+@pytest.mark.parametrize("width_px", WIDTHS_PX)
 @pytest.mark.parametrize("name", ["bare", "one_route", "64_routes", "fleet", "sample"])
-def test_page_fits_and_axe_finds_nothing(browser: Browser, tmp_path: Path, name: str, width: int, scheme: str) -> None:
-    page, messages = open_page(browser, make_page(name, tmp_path), width=width, is_dark=scheme == "dark")
+def test_page_fits_and_axe_finds_nothing(
+    browser: Browser, tmp_path: Path, name: str, width_px: int, scheme: str
+) -> None:
+    page, messages = open_page(browser, make_page(name, tmp_path), width_px=width_px, is_dark=scheme == "dark")
     picture_folder = Path(os.environ.get("GDRKIT_PICTURES", tmp_path))
-    page.screenshot(path=picture_folder / f"{name}-{width}-{scheme}.png", full_page=True)
+    page.screenshot(path=picture_folder / f"{name}-{width_px}-{scheme}.png", full_page=True)
     assert messages == []
     assert find_overflow(page) == []
     assert find_violations(page) == []
@@ -155,7 +157,7 @@ def test_page_fits_and_axe_finds_nothing(browser: Browser, tmp_path: Path, name:
 
 
 def test_page_of_a_thousand_cases_is_short_and_searchable(browser: Browser) -> None:
-    page, messages = open_page(browser, SAMPLE_REPORT, width=1280)
+    page, messages = open_page(browser, SAMPLE_REPORT, width_px=1280)
     assert page.locator("tr[id]").count() >= 844
     assert page.evaluate("document.documentElement.scrollHeight") < HEIGHT_MAX_PX
     page.fill("#search", "copy device")
@@ -169,7 +171,7 @@ def test_page_of_a_thousand_cases_is_short_and_searchable(browser: Browser) -> N
 
 
 def test_link_to_a_case_unfolds_its_folder(browser: Browser) -> None:
-    page, _ = open_page(browser, SAMPLE_REPORT, width=1280)
+    page, _ = open_page(browser, SAMPLE_REPORT, width_px=1280)
     assert not page.locator("#r5").is_visible()
     page.evaluate("location.hash = 'r5'")
     page.wait_for_selector("#r5", state="visible")
@@ -198,14 +200,14 @@ def test_checks_notice_overflow_exceptions_and_missing_text(browser: Browser, tm
         "<!doctype html><title>x</title><img src=data:,><div style='width:2000px'>wide</div><script>fail()</script>"
     )
     (tmp_path / "bad.html").write_text(invalid_page)
-    page, messages = open_page(browser, tmp_path / "bad.html", width=390)
+    page, messages = open_page(browser, tmp_path / "bad.html", width_px=390)
     assert any("fail is not defined" in line for line in messages)
     assert find_overflow(page)
     assert {"image-alt", "html-has-lang"} <= {line.partition(":")[0] for line in find_violations(page)}
 
 
 def test_keyboard_reaches_the_report_and_its_links(browser: Browser, tmp_path: Path) -> None:
-    page, _ = open_page(browser, make_page("one_route", tmp_path), width=1280)
+    page, _ = open_page(browser, make_page("one_route", tmp_path), width_px=1280)
     focused_texts = []
     for _ in range(6):
         page.keyboard.press("Tab")
@@ -218,7 +220,7 @@ def test_keyboard_reaches_the_report_and_its_links(browser: Browser, tmp_path: P
 
 
 def test_printed_report_has_all_sections_and_whole_tables(browser: Browser, tmp_path: Path) -> None:
-    page, _ = open_page(browser, make_page("64_routes", tmp_path), width=794)
+    page, _ = open_page(browser, make_page("64_routes", tmp_path), width_px=794)
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.querySelector('.scroll')).overflowX") == "visible"
     assert page.evaluate("getComputedStyle(document.querySelector('.skip')).display") == "none"

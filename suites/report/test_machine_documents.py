@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def read_report(folder: RunFolder) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(folder.report.read_bytes())
-    return data
+    report_data: dict[str, Any] = json.loads(folder.report.read_bytes())
+    return report_data
 
 
 @JSONSCHEMA
@@ -41,10 +41,10 @@ def test_report_conforms_to_its_schema(folder: RunFolder) -> None:
 
 @JSONSCHEMA
 def test_schema_rejects_missing_and_unknown_fields(folder: RunFolder) -> None:
-    data = read_report(folder)
-    data["extra"] = data.pop("verdict")
-    data["routes"][0]["state"] = "fine"
-    violations = sorted(find_violations("report-1.json", data))
+    report_data = read_report(folder)
+    report_data["extra"] = report_data.pop("verdict")
+    report_data["routes"][0]["state"] = "fine"
+    violations = sorted(find_violations("report-1.json", report_data))
     assert violations == [
         "$.routes[0].state: 'fine' is not one of ['proven', 'unproven', 'fell_back', 'not_possible']",
         "$: 'verdict' is a required property",
@@ -73,10 +73,10 @@ def test_every_measurement_names_its_record(folder: RunFolder) -> None:
     records = read_records(folder.records)
     measurements = read_report(folder)["measurements"]
     assert len(measurements) == 8 * 5
-    for item in measurements:
-        (origin,) = item["records"]
+    for measurement in measurements:
+        (origin,) = measurement["records"]
         record = records[int(origin.removeprefix("records.jsonl:")) - 1]
-        assert (record.case, record.numbers[item["name"]]) == (item["case"], item["value"])
+        assert (record.case, record.numbers[measurement["name"]]) == (measurement["case"], measurement["value"])
 
 
 def test_metrics_are_valid_for_a_collector(folder: RunFolder) -> None:
@@ -141,10 +141,10 @@ def test_route_has_exactly_one_state(folder: RunFolder) -> None:
 
 def test_case_that_ran_twice_is_one_series(tmp_path: Path) -> None:
     records = [make_record(numbers={"rate_gb_per_s": rate}, substrate={"cuda": "hardware"}) for rate in (1.0, 2.0)]
-    text = render(write_run(tmp_path, make_facts(), records)).metrics.read_text()
-    assert text.count("gdrkit_measurement{") == 1
+    metrics_text = render(write_run(tmp_path, make_facts(), records)).metrics.read_text()
+    assert metrics_text.count("gdrkit_measurement{") == 1
     # A family without a sample is left out.
-    assert "gdrkit_file_route" not in text
+    assert "gdrkit_file_route" not in metrics_text
 
 
 def test_numbers_of_software_are_in_no_document(tmp_path: Path) -> None:

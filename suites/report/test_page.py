@@ -30,18 +30,18 @@ def render_page(records: list[Record]) -> str:
 
 def test_every_link_of_the_page_has_a_target() -> None:
     facts = make_host_facts(gpu_count=8, nic_count=8)
-    text = render_html(make_run(), facts, list(make_host_records(facts)))
-    element_ids = set(re.findall(r' id="([^"]+)"', text))
-    links = re.findall(r' href="#([^"]+)"', text)
+    page_html = render_html(make_run(), facts, list(make_host_records(facts)))
+    element_ids = set(re.findall(r' id="([^"]+)"', page_html))
+    links = re.findall(r' href="#([^"]+)"', page_html)
     assert len(links) > 100
     assert set(links) <= element_ids
 
 
 def test_overview_has_a_key_of_its_symbols() -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
-    text = render_html(make_run(), facts, list(make_host_records(facts)))
-    (key,) = re.findall(r'<p class="states">(.*?)</p>', text)
-    assert re.findall(r'<span class="state (\w+)">', key) == [state.value for state in RouteOutcome]
+    page_html = render_html(make_run(), facts, list(make_host_records(facts)))
+    (legend,) = re.findall(r'<p class="states">(.*?)</p>', page_html)
+    assert re.findall(r'<span class="state (\w+)">', legend) == [state.value for state in RouteOutcome]
     assert "None: this machine has no pair of a GPU and a NIC or mount." in render_page([make_record()])
 
 
@@ -54,8 +54,8 @@ def test_page_of_64_routes_is_below_1_mb() -> None:
 
 def test_failure_has_its_remedy_and_a_link_to_its_record() -> None:
     reason = CaseReason("VerbsError: ibv_reg_mr failed: Bad address (EFAULT). To do: load nvidia-peermem")
-    text = render_page([make_record(), make_record(Verdict.FAIL, case="a.py::test_b", reasons=(reason,))])
-    (failures_html,) = re.findall(r'<ol class="failures">.*?</ol>', text, re.DOTALL)
+    page_html = render_page([make_record(), make_record(Verdict.FAIL, case="a.py::test_b", reasons=(reason,))])
+    (failures_html,) = re.findall(r'<ol class="failures">.*?</ol>', page_html, re.DOTALL)
     assert "ibv_reg_mr failed: Bad address (EFAULT)</p>" in failures_html
     assert "To do:</span> load nvidia-peermem" in failures_html
     assert '<a href="#r1">a.py::test_b</a>' in failures_html
@@ -64,10 +64,10 @@ def test_failure_has_its_remedy_and_a_link_to_its_record() -> None:
 def test_failures_with_one_cause_are_merged() -> None:
     reason = CaseReason("no memory")
     failed_records = [make_record(Verdict.FAIL, case=f"a.py::test_{number}", reasons=(reason,)) for number in range(7)]
-    text = render_page(failed_records)
-    assert text.count('<p class="what">') == 1
-    assert "and 2 more" in text
-    assert "gdrkit qualify -k test_0 --seed 1" in text
+    page_html = render_page(failed_records)
+    assert page_html.count('<p class="what">') == 1
+    assert "and 2 more" in page_html
+    assert "gdrkit qualify -k test_0 --seed 1" in page_html
 
 
 def test_terminal_has_one_line_for_each_cause() -> None:
@@ -139,10 +139,10 @@ def test_api_that_only_cases_used_has_a_substrate() -> None:
         make_record(case="a.py::test_a", substrate={"cufile": "twin"}, libraries=(twin_library,)),
         make_record(case="a.py::test_b", substrate={"hlthunk": "hardware"}),
     ]
-    text = render_markdown(make_run(), make_facts(), records)
+    summary = render_markdown(make_run(), make_facts(), records)
     # Two cases used cuFile. The page has the weaker substrate of the two, which is the twin.
-    assert "| cufile | software twin | /usr/lib/libcufile.so.0 | ab12 |" in text
-    assert "| hlthunk | hardware | none |  |" in text
+    assert "| cufile | software twin | /usr/lib/libcufile.so.0 | ab12 |" in summary
+    assert "| hlthunk | hardware | none |  |" in summary
     assert "cufile" not in render_markdown(make_run(), make_facts(), [make_record(substrate={"cuda": "hardware"})])
 
 
@@ -216,10 +216,10 @@ def test_point_that_no_axis_can_show_is_left_out(case: str, numbers: dict[str, f
 
 
 def test_bound_that_no_axis_can_show_is_left_out() -> None:
-    judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (10**400, -(10**400), 1e308, True, "1")]
+    checks = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (10**400, -(10**400), 1e308, True, "1")]
     numbers = {"rate_gb_per_s_median": 2.0, "rate_gb_per_s_min": -1.0, "rate_gb_per_s_max": 1.7e308}
     records = [
-        make_record(case=f"a.py::test_a[{size}]", numbers=numbers, substrate=HARDWARE, evidence={"judged": judged})
+        make_record(case=f"a.py::test_a[{size}]", numbers=numbers, substrate=HARDWARE, evidence={"judged": checks})
         for size in ("1MiB", "2MiB")
     ]
     (sweep,) = sweeps(records, make_facts())
@@ -230,12 +230,12 @@ def test_bound_that_no_axis_can_show_is_left_out() -> None:
 
 def test_bounds_of_a_case_are_drawn() -> None:
     def make_measured_record(size: str, apis: list[str]) -> Record:
-        judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (50.0, 63.0)]
+        checks = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (50.0, 63.0)]
         return make_record(
             case=f"a.py::test_a[{size}]",
             numbers={"rate_gb_per_s_median": 55.0},
             substrate={"cuda": "hardware", "verbs": "twin"},
-            evidence={"judged": [*judged, {"number": "other", "bound": 1.0}, "foreign"], "measured_apis": apis},
+            evidence={"judged": [*checks, {"number": "other", "bound": 1.0}, "foreign"], "measured_apis": apis},
         )
 
     (sweep,) = sweeps([make_measured_record(size, ["cuda"]) for size in ("1MiB", "2MiB")], make_facts())
@@ -284,7 +284,7 @@ def test_numbers_of_software_have_no_plot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("name", "expected_parts"),
     [
         ("rate_gb_per_s_median", ("rate", "gb_per_s", "median", 1)),
         ("latency_us_p99", ("latency", "us", "p99", -1)),
@@ -293,9 +293,9 @@ def test_numbers_of_software_have_no_plot() -> None:
         ("rounds_count", ("rounds", "count", "", 0)),
     ],
 )
-def test_name_of_a_number_has_unit_and_better_direction(name: str, parts: tuple[str, str, str, int]) -> None:
+def test_name_of_a_number_has_unit_and_better_direction(name: str, expected_parts: tuple[str, str, str, int]) -> None:
     number = split_number(name)
-    assert (number.base, number.unit, number.statistic, number.better) == parts
+    assert (number.base, number.unit, number.statistic, number.better) == expected_parts
 
 
 def test_unproven_cases_name_the_needed_hardware() -> None:
@@ -314,5 +314,5 @@ def test_unproven_cases_name_the_needed_hardware() -> None:
     }
     measured_record = make_record(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
     assert [group.what for group in unproven_cases([measured_record])] == []
-    for text in (render_page(records), render_markdown(make_run(), make_facts(), records)):
-        assert "an RDMA NIC with an active port" in text
+    for document in (render_page(records), render_markdown(make_run(), make_facts(), records)):
+        assert "an RDMA NIC with an active port" in document

@@ -125,12 +125,12 @@ def test_profile_any_foresees_every_unmet_need(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("bare", "profile bare does not describe this machine"), ("never", "not 'never'")]
+    ("name", "expected_text"), [("bare", "profile bare does not describe this machine"), ("never", "not 'never'")]
 )
-def test_profile_that_does_not_fit_is_an_error(tmp_path: Path, name: str, expected: str) -> None:
+def test_profile_that_does_not_fit_is_an_error(tmp_path: Path, name: str, expected_text: str) -> None:
     completed, _ = run_pytest_with_plugin(tmp_path, MIXED_TESTS, "--gdrkit-profile", name)
     assert completed.returncode == 4
-    assert expected in completed.stderr
+    assert expected_text in completed.stderr
 
 
 def test_case_with_needs_fails_if_it_skips_or_leaks(tmp_path: Path) -> None:

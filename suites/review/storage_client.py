@@ -41,15 +41,15 @@ def main(operation: dict[str, Any]) -> dict[str, Any]:
                 result = file.read(buffer, offset_bytes=offset_bytes)
         contents = memory.read(length_bytes=length_bytes)
     # A short read leaves the memory after its data unchanged.
-    expected = bytearray(pattern.payload(result.length_bytes, seed=seed, offset_bytes=offset_bytes))
+    expected_bytes = bytearray(pattern.payload(result.length_bytes, seed=seed, offset_bytes=offset_bytes))
     for begin, end in operation.get("holes", ()):
-        expected[begin - offset_bytes : end - offset_bytes] = bytes(end - begin)
-    expected += bytes([_CANARY]) * (length_bytes - result.length_bytes)
+        expected_bytes[begin - offset_bytes : end - offset_bytes] = bytes(end - begin)
+    expected_bytes += bytes([_CANARY]) * (length_bytes - result.length_bytes)
     return {
         "length_bytes": result.length_bytes,
         "hole_bytes": result.hole_bytes,
         "checksums": result.checksums,
-        "is_expected": contents == bytes(expected),
+        "is_expected": contents == bytes(expected_bytes),
     }
 
 

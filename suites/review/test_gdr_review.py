@@ -80,8 +80,8 @@ def test_export_without_cuda_fails_with_enotsup() -> None:
     environ = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
     command = [sys.executable, "-c", EXPORT_PROGRAM]
-    child = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    results = [json.loads(line) for line in child.stdout.splitlines()]
+    completed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    results = [json.loads(line) for line in completed.stdout.splitlines()]
     assert "success" not in results, "an export without a driver succeeded"
     assert results == [errno.ENOTSUP] * len(ShareKind)
 

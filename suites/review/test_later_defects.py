@@ -145,8 +145,8 @@ def get_current_device_index() -> int:
     """Return the index of the current CUDA device of this thread."""
     from cuda.bindings import driver
 
-    result, index = driver.cuCtxGetDevice()
-    assert int(result) == 0
+    status, index = driver.cuCtxGetDevice()
+    assert int(status) == 0
     return int(index)
 
 

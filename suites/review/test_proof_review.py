@@ -51,9 +51,9 @@ def run_child(program: str, *arguments: object) -> None:
         finally:
             # With a defect, SIGSEGV can end the program before it has ended its storage server.
             kill_child(child)
-    # The error is the last line of a traceback. It begins the message, because a record has the first line only.
-    errors = [line for line in error_output.decode().splitlines() if line.startswith("AssertionError: ")]
-    assert child.returncode == 0, "\n".join([*errors[-1:], output.decode(), error_output.decode()])
+    # The message begins with the last line of the traceback, because a record has only the first line of a message.
+    assertion_lines = [line for line in error_output.decode().splitlines() if line.startswith("AssertionError: ")]
+    assert child.returncode == 0, "\n".join([*assertion_lines[-1:], output.decode(), error_output.decode()])
 
 
 def test_route_without_counted_bytes_is_unproven() -> None:
@@ -138,7 +138,7 @@ def test_manager_is_available_only_if_bytes_moved() -> None:
 @DMABUF
 @NEEDS_TWINS
 def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: tuple[Nic, ...]) -> None:
-    """Defect s: hf3fs_gdr_available did not ask for a NIC."""
+    """Defect s: hf3fs_gdr_available did not check whether a NIC reaches the GPU."""
     with inject_faults(Api.VERBS, "wc.rdma_write call=* status=12"):
         ReachTable().measured(device, nics)
     assert not usrbio.gdr_available(), "GDR is available although no bytes moved"

@@ -103,19 +103,19 @@ def test_checksum_of_a_device_write_is_the_servers(server: StorageServer, device
 @DMABUF
 def test_hole_in_a_file_is_zeroed_by_the_device(server: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Defect g: the CPU filled a hole with memset."""
-    # The file has a hole before this offset.
-    begin = MIB
-    write_from_host(server, pattern.payload(MIB, seed=seed, offset_bytes=begin), nic, offset_bytes=begin)
+    # The file begins with a hole, which ends at this offset.
+    hole_end = MIB
+    write_from_host(server, pattern.payload(MIB, seed=seed, offset_bytes=hole_end), nic, offset_bytes=hole_end)
     result = run_client(
         server,
         "read",
         device=device.index,
         seed=seed,
-        length_bytes=begin + 64 * KIB - 3,
+        length_bytes=hole_end + 64 * KIB - 3,
         offset_bytes=3,
-        holes=[(3, begin)],
+        holes=[(3, hole_end)],
     )
-    assert result["hole_bytes"] == begin - 3
+    assert result["hole_bytes"] == hole_end - 3
 
 
 @DMABUF

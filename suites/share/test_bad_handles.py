@@ -198,8 +198,8 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
 def test_importer_of_another_handle_kind_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
         assert "import_dmabuf" in require_error(import_memory, device, message).what_to_do
-        ipc = export_memory(memory, kind=ShareKind.IPC)
-        assert "import_memory" in require_error(import_dmabuf, ipc).what_to_do
+        ipc_message = export_memory(memory, kind=ShareKind.IPC)
+        assert "import_memory" in require_error(import_dmabuf, ipc_message).what_to_do
         assert require_error(export_memory, memory, kind=ShareKind.VMM).what_to_do == "share it as IPC or DMABUF"
         for invalid_range in (
             {"length_bytes": 0},
@@ -307,7 +307,7 @@ def test_export_without_cuda_is_unsupported() -> None:
     # driver shows no device.
     environ = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
-    code = WITHOUT_CUDA_PROGRAM.format(data=make_handle().pack().hex())
-    child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    results = [json.loads(line) for line in child.stdout.splitlines()]
+    program = WITHOUT_CUDA_PROGRAM.format(data=make_handle().pack().hex())
+    completed = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    results = [json.loads(line) for line in completed.stdout.splitlines()]
     assert results == [[Unsupported.__name__, errno.ENOTSUP]] * 5

@@ -92,8 +92,8 @@ def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, 
     with (
         device.allocate(256 * KIB) as memory,
         memory.export_dmabuf() as dmabuf,
-        nic.completion_queue() as queue,
-        nic.queue_pair(queue) as local_pair,
+        nic.completion_queue() as completion_queue,
+        nic.queue_pair(completion_queue) as local_pair,
         nic.register_host(bytearray(pattern.payload(64 * KIB, seed=seed))) as host_region,
     ):
         # In the peer, the memory has another address. The peer registers the dma-buf of the owner with that address.

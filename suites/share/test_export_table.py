@@ -72,14 +72,14 @@ def get_export_status(row: ExportRow, device: Device, address: int, memory: Cuda
     if row.method is ShareKind.IPC:
         return get_ipc_export_status(device, address)
     # Offset, length and flags of the dma-buf export.
-    arguments = {
+    arguments_by_part = {
         "whole": (0, LENGTH_BYTES, 0),
         "page": (4096, LENGTH_BYTES - 4096, 0),
         "odd_address": (1, 4096, 0),
         "odd_length": (0, 4097, 0),
         "pcie": (0, LENGTH_BYTES, 1),
     }
-    offset_bytes, length_bytes, flags = arguments[row.part]
+    offset_bytes, length_bytes, flags = arguments_by_part[row.part]
     status, fd = export_raw_dmabuf(device, address + offset_bytes, length_bytes=length_bytes, flags=flags)
     if fd >= 0:
         os.close(fd)

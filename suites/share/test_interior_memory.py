@@ -103,8 +103,8 @@ def test_export_contains_only_the_chunks_of_the_range(
 def test_peer_registers_a_part_that_the_owner_exports(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (
         device.allocate(256 * KIB) as memory,
-        nic.completion_queue() as queue,
-        nic.queue_pair(queue) as local_pair,
+        nic.completion_queue() as completion_queue,
+        nic.queue_pair(completion_queue) as local_pair,
         nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as host_region,
     ):
         memory.fill(0)

@@ -27,11 +27,11 @@ class Vector(NamedTuple):
     data: bytes
     fields: dict[str, str]
 
-    def parse_integer(self, field_text: str) -> int:
-        return int(self.fields[field_text])
+    def parse_integer(self, field_name: str) -> int:
+        return int(self.fields[field_name])
 
-    def parse_hex(self, field_text: str) -> bytes:
-        return bytes.fromhex(self.fields[field_text])
+    def parse_hex(self, field_name: str) -> bytes:
+        return bytes.fromhex(self.fields[field_name])
 
 
 def _read_vectors(verdict: str) -> list[Vector]:
@@ -43,9 +43,9 @@ def _read_vectors(verdict: str) -> list[Vector]:
         kind, line_verdict, name, data, *fields = line.split(" ")
         assert line_verdict in {"good", "bad"}
         if line_verdict == verdict:
-            packed = b"" if data == "-" else bytes.fromhex(data)
+            packed_handle = b"" if data == "-" else bytes.fromhex(data)
             vectors.append(
-                Vector(kind, line_verdict, name, packed, dict(field_text.split("=") for field_text in fields))
+                Vector(kind, line_verdict, name, packed_handle, dict(field_text.split("=") for field_text in fields))
             )
     assert vectors
     return vectors

@@ -32,5 +32,5 @@ def client(server: StorageServer) -> Iterator[StorageClient]:
 
 @pytest.fixture
 def memory(request: pytest.FixtureRequest) -> Memory:
-    """Return host or device memory, as the parameter of the case says; see ``support.storage.MEMORY_KINDS``."""
+    """Return host or device memory, as the parameter of the case requests; see ``support.storage.MEMORY_KINDS``."""
     return Memory(device=request.getfixturevalue("device") if request.param == "device" else None)

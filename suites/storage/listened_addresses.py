@@ -37,7 +37,7 @@ _CLIENT_HOSTS = (
     *("2001:db8::1", "2001:db8:0:0:ffff::1", "2001:db8:0:1::1"),
 )
 # Number of silent connections of each host of `fill`. The sum is 128, the limit of the listener.
-_SILENT_CONNECTIONS = {"192.0.2.1": 40, "192.0.2.2": 50, "192.0.2.3": 38}
+_SILENT_COUNT_BY_HOST = {"192.0.2.1": 40, "192.0.2.2": 50, "192.0.2.3": 38}
 
 
 def _refuse_admission(_connection: ControlConnection, _payload: bytes, _sequence: int) -> None:
@@ -88,7 +88,7 @@ def find_closed_connections() -> dict[str, list[int]]:
                 stack.enter_context(socket.create_connection(("192.0.2.1", port), _TIMEOUT_S, source_address=(host, 0)))
                 for _ in range(count)
             ]
-            for host, count in _SILENT_CONNECTIONS.items()
+            for host, count in _SILENT_COUNT_BY_HOST.items()
         }
         # The listener refuses this last connection after it has accepted all other connections.
         with socket.create_connection(("127.0.0.1", port), _TIMEOUT_S) as last_connection:

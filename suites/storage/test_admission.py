@@ -73,14 +73,14 @@ def run_slow_hellos(server: StorageServer) -> Iterator[list[int]]:
 
 def run_in_network_namespace(action: str) -> object:
     """Run :mod:`storage.listened_addresses` in a new network namespace, and return its result."""
-    completed = subprocess.run(
+    completed_process = subprocess.run(
         [*NEW_NETWORK_NAMESPACE, *module_command("storage.listened_addresses", action)],
         env=suites_environ(),
         stdout=subprocess.PIPE,
         timeout=60,
         check=True,
     )
-    return json.loads(completed.stdout)
+    return json.loads(completed_process.stdout)
 
 
 def is_closed_by_server(connected_socket: socket.socket, timeout_s: float) -> bool:

@@ -124,8 +124,8 @@ def test_text_of_a_hello_reply_has_a_limit(field: str) -> None:
 
 
 def test_message_of_an_error_reply_has_a_limit() -> None:
-    longest = messages.ErrorReply(errno.EIO, "x" * TEXT_CHARACTERS_MAX)
-    assert parse_reply(pack_error(longest), messages.Done) == longest
+    longest_reply = messages.ErrorReply(errno.EIO, "x" * TEXT_CHARACTERS_MAX)
+    assert parse_reply(pack_error(longest_reply), messages.Done) == longest_reply
     with pytest.raises(UsageError):
         parse_reply(pack_error(messages.ErrorReply(errno.EIO, "x" * (TEXT_CHARACTERS_MAX + 1))), messages.Done)
 

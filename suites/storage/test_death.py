@@ -128,8 +128,8 @@ def test_write_needs_a_handle_that_is_open_for_writing(server: StorageServer, ni
     (server.root / "file").write_bytes(content)
     with server.connect(nic) as client, client.register(bytearray(MIB)) as buffer:
         file = client.open("file", write=may_write)
-        remote = buffer.remote(nic)
-        operation = Operation(0, file.handle, 0, MIB, remote.address, remote.rkey, 0, IoOpcode.WRITE)
+        remote_range = buffer.remote(nic)
+        operation = Operation(0, file.handle, 0, MIB, remote_range.address, remote_range.rkey, 0, IoOpcode.WRITE)
         (result,) = client._transfers.run([operation], timeout_s=20)  # noqa: SLF001 - the client itself refuses this.
         assert result.result == (MIB if may_write else -errno.EBADF)
     assert (server.root / "file").read_bytes() == (bytes(MIB) if may_write else content)
@@ -199,10 +199,12 @@ def test_each_invalid_operation_gets_its_own_errno(server: StorageServer, sessio
 def test_write_with_wrong_checksum_changes_nothing(server: StorageServer, client: StorageClient) -> None:
     with client.open("file", write=True, create=True) as file, client.register(bytearray(b"x" * 9000)) as buffer:
         file.write(buffer, offset_bytes=0)
-        remote = buffer.remote(client.nics[0])
+        remote_range = buffer.remote(client.nics[0])
         buffer.data()[:] = b"y" * 9000
         flags = OperationFlag.CHECKSUM_GIVEN
-        operation = Operation(0, file.handle, 0, 9000, remote.address, remote.rkey, 0, IoOpcode.WRITE, flags, 12345)
+        operation = Operation(
+            0, file.handle, 0, 9000, remote_range.address, remote_range.rkey, 0, IoOpcode.WRITE, flags, 12345
+        )
         (result,) = client._transfers.run([operation], timeout_s=20)  # noqa: SLF001 - the client itself sends the correct checksum.
         assert result.result == -errno.EBADMSG
         assert (server.root / "file").read_bytes() == b"x" * 9000
@@ -214,14 +216,14 @@ def test_invalid_frame_ends_the_session(server: StorageServer, session: StorageS
     valid_frame = pack_operations([Operation(1, 1, 0, 4096, 0, 0, 0, IoOpcode.READ)] * 4, sequence=1)
     changed_frame = bytearray(valid_frame)
     changed_frame[random.Random(seed).randrange(len(valid_frame))] ^= 0x10
-    control = ControlConnection(session.data.dup())
+    control_connection = ControlConnection(session.data.dup())
     if fault == "control":
-        control.send(FrameType.CONTROL_REQUEST, pack_request(messages.Statfs()), sequence=1)
+        control_connection.send(FrameType.CONTROL_REQUEST, pack_request(messages.Statfs()), sequence=1)
     else:
         session.data.sendall(
             {"garbage": os.urandom(999), "truncated": valid_frame[:-1], "changed": bytes(changed_frame)}[fault]
         )
-    control.close()
+    control_connection.close()
     if fault == "truncated":
         session.data.shutdown(1)
     # The kernel resets the connection if the server closed it before it had read all bytes.

@@ -147,7 +147,7 @@ def test_failed_close_of_a_file_can_be_repeated(server: StorageServer) -> None:
 
 
 def test_listen_does_not_change_the_umask(tmp_path: Path) -> None:
-    umask, is_stopping = os.umask(0), threading.Event()
+    old_umask, is_stopping = os.umask(0), threading.Event()
     modes: set[int] = set()
 
     def create_files() -> None:
@@ -168,7 +168,7 @@ def test_listen_does_not_change_the_umask(tmp_path: Path) -> None:
     finally:
         is_stopping.set()
         thread.join()
-        os.umask(umask)
+        os.umask(old_umask)
     assert modes == {0o666}
 
 

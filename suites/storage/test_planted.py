@@ -99,8 +99,8 @@ with open(os.path.join(sys.argv[1], "token"), "w") as file:
 def test_store_folder_planted_by_another_user_is_refused() -> None:
     with folder_for_all_users() as root:
         root.chmod(0o1777)
-        completed = run_program(PLANTING_PROGRAM, str(root / ".gdrkit"))
-        assert completed.returncode == 0, completed.stderr
+        completed_process = run_program(PLANTING_PROGRAM, str(root / ".gdrkit"))
+        assert completed_process.returncode == 0, completed_process.stderr
         assert "user 65534" in open_and_get_error(root).detail
 
 
@@ -135,11 +135,11 @@ def test_private_folder_is_made_private_or_refused(root: Path) -> None:
 def test_serve_names_the_planted_file_and_the_remedy(root: Path) -> None:
     (root / ".gdrkit" / "token").chmod(0o644)
     command = [sys.executable, "-m", "gdrkit", "serve", "--store", str(root)]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert completed.returncode == 3
-    assert "0644" in completed.stderr
-    assert "To do: remove" in completed.stderr
-    assert "Traceback" not in completed.stderr
+    completed_process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert completed_process.returncode == 3
+    assert "0644" in completed_process.stderr
+    assert "To do: remove" in completed_process.stderr
+    assert "Traceback" not in completed_process.stderr
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\n", b"x" * 300, b"two\nlines"])
@@ -155,7 +155,7 @@ def test_invalid_token_file_is_a_usage_error_with_its_path(tmp_path: Path, conte
 def test_agent_without_its_token_file_exits_with_code_2(tmp_path: Path) -> None:
     options = ["--server", "127.0.0.1:9", "--token-file", str(tmp_path / "missing")]
     command = [sys.executable, "-m", "gdrkit", "agent", str(tmp_path), *options]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert completed.returncode == 2
-    assert f"open {tmp_path / 'missing'}: No such file or directory (ENOENT)" in completed.stderr
-    assert "Traceback" not in completed.stderr
+    completed_process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert completed_process.returncode == 2
+    assert f"open {tmp_path / 'missing'}: No such file or directory (ENOENT)" in completed_process.stderr
+    assert "Traceback" not in completed_process.stderr

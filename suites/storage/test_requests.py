@@ -43,7 +43,7 @@ def get_refused_errno(client: StorageClient, request: Request) -> int | None:
     return error.value.errno
 
 
-def request_error_of_new_connection(server: StorageServer, request: Request) -> messages.ErrorReply:
+def get_error_of_first_request(server: StorageServer, request: Request) -> messages.ErrorReply:
     """Send a request as the first request of a new connection, and return the error in the reply."""
     connection = ControlConnection(ServerAddress.parse(server.address).connect(10))
     try:
@@ -68,13 +68,13 @@ def test_client_knows_the_limits_of_the_server(client: StorageClient) -> None:
 
 
 def test_first_request_must_begin_a_session(server: StorageServer) -> None:
-    reply = request_error_of_new_connection(server, messages.Statfs())
+    reply = get_error_of_first_request(server, messages.Statfs())
     assert (reply.errno, reply.message) == (errno.EPROTO, "the first request must be hello or attach")
 
 
 def test_hello_of_another_version_is_refused(server: StorageServer) -> None:
     for version in (0, 2):
-        reply = request_error_of_new_connection(
+        reply = get_error_of_first_request(
             server, messages.StorageHello(version, "a", ({"qp_number": 1},), token=server.token())
         )
         assert reply.errno == errno.EPROTONOSUPPORT
@@ -83,7 +83,7 @@ def test_hello_of_another_version_is_refused(server: StorageServer) -> None:
 
 def test_hello_with_an_invalid_name_is_einval(server: StorageServer) -> None:
     # Python represents invalid bytes of a file name as U+DC80 to U+DCFF. This surrogate represents no byte.
-    reply = request_error_of_new_connection(
+    reply = get_error_of_first_request(
         server, messages.StorageHello(1, "\ud800", ({"qp_number": 1},), token=server.token())
     )
     assert reply.errno == errno.EINVAL

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[FileStore]:
-    """A new store in the folder `store`."""
+    """Yield a new store in the folder `store`."""
     (tmp_path / "store").mkdir()
     with FileStore(tmp_path / "store") as new_store:
         yield new_store
@@ -63,9 +63,9 @@ def read_attributes(path: Path) -> FileStat:
 def test_chunk_size_is_fixed_by_the_first_open(tmp_path: Path) -> None:
     with FileStore(tmp_path) as new_store:
         assert new_store.chunk_bytes == 4096
-    for requested in (None, 4096):
-        with FileStore(tmp_path, chunk_bytes=requested) as reopened:
-            assert reopened.chunk_bytes == 4096
+    for requested_bytes in (None, 4096):
+        with FileStore(tmp_path, chunk_bytes=requested_bytes) as reopened_store:
+            assert reopened_store.chunk_bytes == 4096
     with pytest.raises(UsageError, match="chunks of 4096 bytes, not 8192"):
         FileStore(tmp_path, chunk_bytes=8192)
 
@@ -73,8 +73,8 @@ def test_chunk_size_is_fixed_by_the_first_open(tmp_path: Path) -> None:
 def test_chunk_size_is_kept_in_store_json(tmp_path: Path) -> None:
     with FileStore(tmp_path, chunk_bytes=65536):
         assert json.loads((tmp_path / ".gdrkit" / "store.json").read_text()) == {"format": 1, "chunk_bytes": 65536}
-    with FileStore(tmp_path) as reopened:
-        assert reopened.chunk_bytes == 65536
+    with FileStore(tmp_path) as reopened_store:
+        assert reopened_store.chunk_bytes == 65536
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_token_has_256_bits_and_stays(tmp_path: Path) -> None:
     with FileStore(tmp_path) as new_store:
         token = new_store.token
     assert len(bytes.fromhex(token)) == 32
-    with FileStore(tmp_path) as reopened:
-        assert reopened.token == token
+    with FileStore(tmp_path) as reopened_store:
+        assert reopened_store.token == token
 
 
 def test_store_is_locked_until_it_is_closed(tmp_path: Path) -> None:

@@ -97,15 +97,15 @@ def test_holes_read_as_zeros_or_fail_if_forbidden(server: StorageServer, client:
 def test_batch_of_small_transfers_at_random_offsets(
     server: StorageServer, client: StorageClient, memory: Memory, seed: int
 ) -> None:
-    rng = random.Random(seed)
+    generator = random.Random(seed)
     content = bytearray(os.urandom(2 * MIB))
     (server.root / "file").write_bytes(content)
     with client.open("file", write=True) as file, memory.register_copy(client, os.urandom(MIB)) as buffer:
         buffer_data = memory.read_buffer(buffer)
         writes = []
         for index in range(128):
-            length, offset = rng.randint(1, 8 * KIB), index * 16 * KIB + rng.randint(0, 8 * KIB)
-            begin = rng.randint(0, MIB - length)
+            length, offset = generator.randint(1, 8 * KIB), index * 16 * KIB + generator.randint(0, 8 * KIB)
+            begin = generator.randint(0, MIB - length)
             writes.append(IORequest(file, offset, buffer.subrange(offset_bytes=begin, length_bytes=length)))
             content[offset : offset + length] = buffer_data[begin : begin + length]
         client.batch_write(writes)

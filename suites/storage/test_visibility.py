@@ -36,7 +36,7 @@ with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) 
     (root / "store" / "file").write_bytes(data)
     with server.connect() as client, device.allocate(len(data)) as memory, client.register(memory) as buffer:
         count_flushes = lambda: read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
-        with client.open("file", write=True) as file, client.register(bytearray(len(data))) as host:
+        with client.open("file", write=True) as file, client.register(bytearray(len(data))) as host_buffer:
             flushes_before = count_flushes()
             assert file.read(buffer, offset_bytes=0).length_bytes == len(data)
             pattern.check(memory.read(), seed=seed)
@@ -47,8 +47,8 @@ with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) 
             assert memory.read() == data[half:] + data[:half]
             steps["batch into the GPU"] = count_flushes() - flushes_before
             file.write(buffer, offset_bytes=0)
-            file.read(host, offset_bytes=0)
-            assert bytes(host.data()) == data[half:] + data[:half]
+            file.read(host_buffer, offset_bytes=0)
+            assert bytes(host_buffer.data()) == data[half:] + data[:half]
             steps["write, and read into host memory"] = count_flushes() - flushes_before
 print(json.dumps(steps))
 """

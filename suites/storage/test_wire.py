@@ -150,18 +150,20 @@ def test_any_changed_byte_is_refused(originals: list[Operation], data: st.DataOb
 @given(st.binary(max_size=3000), st.integers(0, 3000))
 def test_checksums_by_instruction_and_by_table_are_equal(data: bytes, split_at: int) -> None:
     native = engine
-    expected = crc32c_by_table(data)
-    assert crc32c(data) == native.crc32c(data) == native.crc32c_portable(data) == expected
+    expected_checksum = crc32c_by_table(data)
+    assert crc32c(data) == native.crc32c(data) == native.crc32c_portable(data) == expected_checksum
     head, tail = data[:split_at], data[split_at:]
-    assert native.crc32c(tail, crc32c(head)) == crc32c_by_table(tail, crc32c_by_table(head)) == expected
-    assert native.crc32c_combine(crc32c(head), crc32c(tail), len(tail)) == expected
+    assert native.crc32c(tail, crc32c(head)) == crc32c_by_table(tail, crc32c_by_table(head)) == expected_checksum
+    assert native.crc32c_combine(crc32c(head), crc32c(tail), len(tail)) == expected_checksum
 
 
 def test_daemon_threads_do_not_abort_the_exit() -> None:
     """In an older version, the process aborted when the interpreter ended a thread that came back from native code."""
     for _ in range(3):
-        completed = subprocess.run([sys.executable, "-c", DAEMON_PROGRAM], capture_output=True, text=True, check=False)
-        assert completed.returncode == 0, completed.stderr
+        completed_process = subprocess.run(
+            [sys.executable, "-c", DAEMON_PROGRAM], capture_output=True, text=True, check=False
+        )
+        assert completed_process.returncode == 0, completed_process.stderr
 
 
 JSON = st.recursive(

@@ -122,20 +122,20 @@ def test_hot_files_of_another_program_end_on_the_fast_tier(tmp_path: Path, seed:
     with TierManager(configuration):
         pass
     names = [f"set-{index % 7}/{index}" for index in range(1000)]
-    data = {name: pattern.payload(4 * KIB, seed=seed + index) for index, name in enumerate(names)}
-    counts = dict(zip(names, [*range(115, 100, -1), *(rng.randint(12, 60) for _ in range(25))], strict=False))
-    counts |= {name: rng.randint(1, 5) for name in names[40:200]}
+    data_by_name = {name: pattern.payload(4 * KIB, seed=seed + index) for index, name in enumerate(names)}
+    open_counts = dict(zip(names, [*range(115, 100, -1), *(rng.randint(12, 60) for _ in range(25))], strict=False))
+    open_counts |= {name: rng.randint(1, 5) for name in names[40:200]}
     for index, name in enumerate(names):
         tier = "nvme" if index >= 980 else "hdd"
         path = configuration.tier(tier).directory / name
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data[name])
+        path.write_bytes(data_by_name[name])
     with (
         run_command_in_background(configuration, "--interval-s=0.2", "--watch=required") as run,
-        FileOpener() as program,
+        FileOpener() as file_opener,
     ):
         assert run.wait_for_event("passed")["result"]["considered"] == 1000
-        program.open_files([tier.directory for tier in configuration.tiers], counts, seed=seed)
+        file_opener.open_files([tier.directory for tier in configuration.tiers], open_counts, seed=seed)
         hot_names, warm_names = names[:15], names[15:40]
         wait_until(
             lambda: (
@@ -146,7 +146,7 @@ def test_hot_files_of_another_program_end_on_the_fast_tier(tmp_path: Path, seed:
             timeout_s=WORK_TIMEOUT_S,
         )
         assert run.stop() == {"event": "ended", "is_complete": True}
-    check_tiers(configuration, data)
+    check_tiers(configuration, data_by_name)
     with TierManager(configuration) as manager:
         assert {manager.find(name).tier for name in names[40:]} == {"hdd"}
 
@@ -206,7 +206,7 @@ def run_until_wait(
     on_wait: Callable[[float], None],
     **options: Any,  # noqa: ANN401 - arguments of BackgroundRun.
 ) -> tuple[list[str], str]:
-    """Run until its `wait_count`-th wait. Return the names of its events, and its output."""
+    """Run a background run until its `wait_count`-th wait. Return the names of its events, and its output."""
     count = 0
 
     def count_wait(timeout_s: float) -> None:
@@ -225,10 +225,10 @@ def run_until_wait(
 
 def make_quiet_settings(time_s: float, *, begin_s: int, end_s: int) -> RunSettings:
     """Return settings with quiet hours that begin and end at these offsets in seconds from `time_s`."""
-    local = time.localtime(time_s)
-    now_s = local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec
-    hours = QuietHours((now_s + begin_s) % DAY_S, (now_s + end_s) % DAY_S)
-    return RunSettings(quiet_hours=(hours,), interval_s=1800, watch="never")
+    local_time = time.localtime(time_s)
+    now_s = local_time.tm_hour * 3600 + local_time.tm_min * 60 + local_time.tm_sec
+    quiet_hours = QuietHours((now_s + begin_s) % DAY_S, (now_s + end_s) % DAY_S)
+    return RunSettings(quiet_hours=(quiet_hours,), interval_s=1800, watch="never")
 
 
 def test_first_pass_waits_for_the_end_of_quiet_hours(configuration: Configuration) -> None:
@@ -295,9 +295,9 @@ def test_failed_pass_does_not_end_the_run(tmp_path: Path) -> None:
         create_file(locking_manager, "file", 4 * KIB, seed=1)
         locking_manager.pin("file", "nvme")
         lock_stack.enter_context(locking_manager.catalogue.write_transaction("lock"))
-        events, text = run_until_wait(configuration, wait_count=2, on_wait=lambda _: lock_stack.close())
+        events, output = run_until_wait(configuration, wait_count=2, on_wait=lambda _: lock_stack.close())
         assert events == ["ready", "failed", "moved", "passed"]
-        assert "busy" in text
+        assert "busy" in output
 
 
 def test_pass_recovers_the_migration_of_a_killed_process(configuration: Configuration) -> None:
@@ -372,11 +372,11 @@ def test_run_without_privileges_says_what_is_not_counted(watch_mode: str) -> Non
             assert process.stdout is not None
             ready_line = process.stdout.readline()
             process.terminate()
-            _, errors = process.communicate(timeout=60)
+            _, error_output = process.communicate(timeout=60)
         if watch_mode == "required":
             assert (process.returncode, ready_line) == (1, "")
-            assert "Operation not permitted (EPERM)" in errors
-            assert "run as root" in errors
+            assert "Operation not permitted (EPERM)" in error_output
+            assert "run as root" in error_output
         else:
             ready = json.loads(ready_line)
             assert (process.returncode, ready["watched"], set(ready["unwatched"])) == (0, [], set(TIER_NAMES))

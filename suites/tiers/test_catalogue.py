@@ -1,4 +1,4 @@
-"""Files are found without a valid catalogue (lost, damaged, locked or outdated), by the folders of the tiers."""
+"""gdrkit finds files by the folders of the tiers if the catalogue is lost, damaged, locked or outdated."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
             assert [(move.name, move.destination) for move in plan.moves()] == [("folder/ssd", "nvme")]
 
 
-@pytest.mark.parametrize("by", ["gdrkit", "another_program"])
-def test_pin_of_a_removed_file_is_not_kept(configuration: Configuration, by: str) -> None:
+@pytest.mark.parametrize("removed_by", ["gdrkit", "another_program"])
+def test_pin_of_a_removed_file_is_not_kept(configuration: Configuration, removed_by: str) -> None:
     with TierManager(configuration) as manager:
         create_file(manager, "file", 1000, seed=1, tier="ssd")
         manager.pin("file", "nvme")
-        if by == "gdrkit":
+        if removed_by == "gdrkit":
             manager.remove("file")
         else:
             (configuration.tier("ssd").directory / "file").unlink()

@@ -23,21 +23,21 @@ class TiersCommand:
         self._capsys = capsys
 
     def run(self, *arguments: str, exit_code: int = 0) -> str:
-        """Run a command and return its standard output. If it is expected to fail, also return its standard error."""
+        """Run a command and return its standard output. If the command must fail, also return its standard error."""
         self._capsys.readouterr()
-        with pytest.raises(SystemExit) as exited:
+        with pytest.raises(SystemExit) as exit_info:
             main(["tiers", *arguments])
         output = self._capsys.readouterr()
-        assert exited.value.code == exit_code, output.out + output.err
+        assert exit_info.value.code == exit_code, output.out + output.err
         return output.out + (output.err if exit_code else "")
 
     def run_json(self, *arguments: str, exit_code: int = 0) -> Any:  # noqa: ANN401 - the JSON output of any command.
         """Run a command with ``--json`` and return its output."""
         self._capsys.readouterr()
-        with pytest.raises(SystemExit) as exited:
+        with pytest.raises(SystemExit) as exit_info:
             main(["tiers", *arguments, "--json"])
         output = self._capsys.readouterr()
-        assert exited.value.code == exit_code, output.out + output.err
+        assert exit_info.value.code == exit_code, output.out + output.err
         return json.loads(output.out)
 
 

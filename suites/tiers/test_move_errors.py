@@ -51,8 +51,8 @@ def fail_in_phase(manager: TierManager, phase: Phase, action: Callable[[], objec
 
 def write_to_copy(nvme: Path, data: bytes, offset_bytes: int) -> None:
     """Write bytes into the copy of the migration that is in progress."""
-    (copy,) = (nvme / ".gdrkit-tiers/incoming").iterdir()
-    with copy.open("r+b") as file:
+    (copy_path,) = (nvme / ".gdrkit-tiers/incoming").iterdir()
+    with copy_path.open("r+b") as file:
         os.pwrite(file.fileno(), data, offset_bytes)
 
 
@@ -100,12 +100,12 @@ def test_file_moved_by_another_program_is_found(manager: TierManager, hdd: Path,
 def test_changed_byte_in_the_copy_is_a_data_mismatch(manager: TierManager, nvme: Path, offset_bytes: int) -> None:
     size_bytes = offset_bytes // CHUNK_BYTES * CHUNK_BYTES + 1000
     data = create_file(manager, "file", size_bytes, seed=1)
-    wrong = bytes([data[offset_bytes] ^ 1])
-    error = fail_in_phase(manager, Phase.SYNC, lambda: write_to_copy(nvme, wrong, offset_bytes))
+    wrong_byte = bytes([data[offset_bytes] ^ 1])
+    error = fail_in_phase(manager, Phase.SYNC, lambda: write_to_copy(nvme, wrong_byte, offset_bytes))
     assert isinstance(error, DataMismatch)
     assert (error.first_offset_bytes, error.length_bytes) == (offset_bytes, size_bytes)
     assert error.expected == data[offset_bytes : offset_bytes + 16]
-    assert error.actual == wrong + error.expected[1:]
+    assert error.actual == wrong_byte + error.expected[1:]
     assert read_contents(manager, "file") == data
 
 

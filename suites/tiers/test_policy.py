@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # The time of all cases, in half-lives, and a limit in bytes that no case reaches.
-NOW = 2900.0
-UNLIMITED = 1 << 60
+NOW_HALF_LIVES = 2900.0
+UNLIMITED_BYTES = 1 << 60
 
 
 def make_tier_limits(*limits: int) -> list[TierLimits]:
     """Return three tiers with these limits in bytes, by default without a limit."""
-    values = zip(("nvme", "ssd", "hdd"), (100, 10, 0), limits or (UNLIMITED,) * 3, strict=True)
+    values = zip(("nvme", "ssd", "hdd"), (100, 10, 0), limits or (UNLIMITED_BYTES,) * 3, strict=True)
     return [TierLimits(*fields) for fields in values]
 
 
@@ -41,12 +41,12 @@ def make_file_row(
     file_id: int = 1,
 ) -> FileRow:
     """Return a file that has the heat of this number of accesses at the time NOW."""
-    return FileRow(file_id, tier, size_bytes, score_from_heat(accesses, at_half_lives=NOW), pinned, links)
+    return FileRow(file_id, tier, size_bytes, score_from_heat(accesses, at_half_lives=NOW_HALF_LIVES), pinned, links)
 
 
 def get_decisions(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
     """Return the decisions of the policy about these files. `limits` are the bytes that each tier may have."""
-    return list(decide(rows, make_tier_limits(*limits), at_half_lives=NOW, hysteresis=hysteresis))
+    return list(decide(rows, make_tier_limits(*limits), at_half_lives=NOW_HALF_LIVES, hysteresis=hysteresis))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_file_stays_within_the_hysteresis(accesses: int, *, is_kept: bool) -> No
 
 def test_hotter_files_get_the_space() -> None:
     rows = [make_file_row(500, file_id=1), make_file_row(400, file_id=2), make_file_row(300, file_id=3)]
-    decisions = get_decisions(*rows, limits=(250, 100, UNLIMITED))
+    decisions = get_decisions(*rows, limits=(250, 100, UNLIMITED_BYTES))
     assert [(decision.id, decision.destination, decision.why) for decision in decisions] == [
         (1, "nvme", MoveReason.HEAT),
         (2, "nvme", MoveReason.HEAT),
@@ -76,7 +76,9 @@ def test_hotter_files_get_the_space() -> None:
 
 def test_hotter_file_displaces_a_colder_one() -> None:
     decisions = get_decisions(
-        make_file_row(500, file_id=1), make_file_row(200, "nvme", file_id=2), limits=(100, UNLIMITED, UNLIMITED)
+        make_file_row(500, file_id=1),
+        make_file_row(200, "nvme", file_id=2),
+        limits=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
     )
     assert [(decision.id, decision.destination) for decision in decisions] == [(1, "nvme"), (2, "ssd")]
 
@@ -89,7 +91,7 @@ def test_pinned_file_gets_its_space_first() -> None:
     decisions = get_decisions(
         make_file_row(0, "nvme", pinned="nvme", file_id=1),
         make_file_row(500, file_id=2),
-        limits=(100, UNLIMITED, UNLIMITED),
+        limits=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
     )
     assert [(decision.id, decision.destination) for decision in decisions] == [(2, "ssd")]
 
@@ -100,10 +102,13 @@ def test_pinned_file_moves_to_its_tier() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free_bytes", "expected"), [(99, []), (100, [Decision(1, 100, "ssd", -1, MoveReason.PINNED)])]
+    ("free_bytes", "expected_decisions"), [(99, []), (100, [Decision(1, 100, "ssd", -1, MoveReason.PINNED)])]
 )
-def test_pin_needs_space_in_its_tier(free_bytes: int, expected: list[Decision]) -> None:
-    assert get_decisions(make_file_row(500, pinned="ssd"), limits=(UNLIMITED, free_bytes, UNLIMITED)) == expected
+def test_pin_needs_space_in_its_tier(free_bytes: int, expected_decisions: list[Decision]) -> None:
+    assert (
+        get_decisions(make_file_row(500, pinned="ssd"), limits=(UNLIMITED_BYTES, free_bytes, UNLIMITED_BYTES))
+        == expected_decisions
+    )
 
 
 def test_pin_to_an_unknown_tier_keeps_the_file() -> None:
@@ -116,7 +121,7 @@ def test_hard_links_keep_a_file_and_its_space() -> None:
         linked_file,
         make_file_row(400, size_bytes=40, file_id=2),
         make_file_row(300, size_bytes=1, file_id=3),
-        limits=(100, UNLIMITED, UNLIMITED),
+        limits=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
     )
     assert decisions == [Decision(2, 40, "nvme", -2, MoveReason.HEAT), Decision(3, 1, "ssd", -1, MoveReason.NO_SPACE)]
 
@@ -143,19 +148,19 @@ def test_decision_has_every_field() -> None:
 @pytest.mark.parametrize("tier", ["nvme", "ssd"])
 def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
     tiers_above_zero = [
-        TierLimits("nvme", 100, UNLIMITED),
-        TierLimits("ssd", 20, UNLIMITED),
-        TierLimits("hdd", 10, UNLIMITED),
+        TierLimits("nvme", 100, UNLIMITED_BYTES),
+        TierLimits("ssd", 20, UNLIMITED_BYTES),
+        TierLimits("hdd", 10, UNLIMITED_BYTES),
     ]
-    decisions = list(decide([make_file_row(0, tier)], tiers_above_zero, at_half_lives=NOW, hysteresis=0.1))
+    decisions = list(decide([make_file_row(0, tier)], tiers_above_zero, at_half_lives=NOW_HALF_LIVES, hysteresis=0.1))
     assert [decision.destination for decision in decisions] == ["hdd"]
 
 
 def test_least_score_of_a_tier_is_enough() -> None:
-    lowest_score_to_enter = least_score(100, at_half_lives=NOW)
+    lowest_score_to_enter = least_score(100, at_half_lives=NOW_HALF_LIVES)
     for score, tier in ((lowest_score_to_enter, "nvme"), (math.nextafter(lowest_score_to_enter, 0), "ssd")):
         assert [decision.destination for decision in get_decisions(FileRow(1, "hdd", 100, score, None, 1))] == [tier]
-    lowest_score_to_stay = least_score(100, at_half_lives=NOW, share=0.9)
+    lowest_score_to_stay = least_score(100, at_half_lives=NOW_HALF_LIVES, share=0.9)
     for score, destinations in ((lowest_score_to_stay, []), (math.nextafter(lowest_score_to_stay, 0), ["ssd"])):
         assert [
             decision.destination for decision in get_decisions(FileRow(1, "nvme", 100, score, None, 1))
@@ -166,7 +171,7 @@ def test_least_score_of_a_tier_is_enough() -> None:
 def test_file_that_just_fits_gets_the_space(free_bytes: int, tier: str) -> None:
     assert [
         decision.destination
-        for decision in get_decisions(make_file_row(500), limits=(free_bytes, UNLIMITED, UNLIMITED))
+        for decision in get_decisions(make_file_row(500), limits=(free_bytes, UNLIMITED_BYTES, UNLIMITED_BYTES))
     ] == [tier]
 
 
@@ -174,24 +179,29 @@ def test_file_that_stays_keeps_its_space() -> None:
     decisions = get_decisions(
         make_file_row(500, "nvme", size_bytes=60, file_id=1),
         make_file_row(400, size_bytes=50, file_id=2),
-        limits=(100, UNLIMITED, UNLIMITED),
+        limits=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
     )
     assert [(decision.id, decision.destination) for decision in decisions] == [(2, "ssd")]
 
 
 def test_heat_halves_with_every_half_life() -> None:
-    score = score_from_heat(100, at_half_lives=NOW)
-    assert [round(heat(score, at_half_lives=NOW + half_lives), 6) for half_lives in range(4)] == [100, 50, 25, 12.5]
-    assert heat(NEVER_ACCESSED, at_half_lives=NOW) == 0
+    score = score_from_heat(100, at_half_lives=NOW_HALF_LIVES)
+    assert [round(heat(score, at_half_lives=NOW_HALF_LIVES + half_lives), 6) for half_lives in range(4)] == [
+        100,
+        50,
+        25,
+        12.5,
+    ]
+    assert heat(NEVER_ACCESSED, at_half_lives=NOW_HALF_LIVES) == 0
 
 
 def test_hundred_accesses_are_a_heat_of_100() -> None:
     score = NEVER_ACCESSED
     for index in range(100):
-        score = add_accesses_to_score(score, accesses=1, at_half_lives=NOW + index * 1e-5)
-    assert heat(score, at_half_lives=NOW + 1e-3) == pytest.approx(100, rel=1e-3)
-    assert math.isfinite(add_accesses_to_score(score, accesses=1, at_half_lives=NOW + 1e6))
-    assert add_accesses_to_score(1e9, accesses=1, at_half_lives=NOW) == 1e9
+        score = add_accesses_to_score(score, accesses=1, at_half_lives=NOW_HALF_LIVES + index * 1e-5)
+    assert heat(score, at_half_lives=NOW_HALF_LIVES + 1e-3) == pytest.approx(100, rel=1e-3)
+    assert math.isfinite(add_accesses_to_score(score, accesses=1, at_half_lives=NOW_HALF_LIVES + 1e6))
+    assert add_accesses_to_score(1e9, accesses=1, at_half_lives=NOW_HALF_LIVES) == 1e9
 
 
 def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> None:

@@ -137,8 +137,8 @@ def test_copy_is_private_and_locked_in_every_phase(manager: TierManager, configu
     locked_phases = []
 
     def observe(phase: Phase, _name: str, _offset_bytes: int) -> None:
-        copies = [*(nvme / ".gdrkit-tiers/incoming").iterdir(), *nvme.glob("file")]
-        for path in copies:
+        copy_paths = [*(nvme / ".gdrkit-tiers/incoming").iterdir(), *nvme.glob("file")]
+        for path in copy_paths:
             if phase in {Phase.COPY, Phase.ATTRIBUTES}:
                 modes.add(path.stat().st_mode & 0o7777)
             with path.open("rb") as copy:
@@ -295,12 +295,12 @@ def test_short_reads_are_continued(manager: TierManager) -> None:
             return -errno.EIO  # A migration that repeats a read must fail, because it would never end.
         read_positions.append(read_position)
         address, length_bytes = (ctypes.c_size_t * 2).from_address(iovecs_address)  # struct iovec
-        part = (ctypes.c_char * min(length_bytes, 300)).from_address(address)
-        return os.preadv(descriptor, [part], offset_bytes)
+        buffer = (ctypes.c_char * min(length_bytes, 300)).from_address(address)
+        return os.preadv(descriptor, [buffer], offset_bytes)
 
     run_move(manager, "file", reply=read_300_bytes, calls=READ_CALLS)
     assert read_positions == [
-        (of_copy, offset_bytes) for of_copy in (False, True) for offset_bytes in (0, 300, 600, 900)
+        (is_of_copy, offset_bytes) for is_of_copy in (False, True) for offset_bytes in (0, 300, 600, 900)
     ]
     assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
 

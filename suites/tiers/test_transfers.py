@@ -50,9 +50,11 @@ def test_file_is_read_into_host_memory_from_any_tier(manager: TierManager) -> No
         memory = bytearray(MIB + 5)
         assert manager.read_into("file", memory).bytes == MIB + 5
         assert memory == data
-    part = bytearray(1000)
-    assert manager.read_into("file", part, file_offset_bytes=MIB, length_bytes=5, buffer_offset_bytes=7).bytes == 5
-    assert part[7:12] == data[MIB:]
+    small_memory = bytearray(1000)
+    assert (
+        manager.read_into("file", small_memory, file_offset_bytes=MIB, length_bytes=5, buffer_offset_bytes=7).bytes == 5
+    )
+    assert small_memory[7:12] == data[MIB:]
 
 
 def test_write_creates_a_file(manager: TierManager) -> None:
@@ -159,8 +161,8 @@ def run_tiers(configuration: Configuration, *arguments: str, **environ: str) -> 
     tiers = " ".join(f"{tier.name}={tier.directory}" for tier in configuration.tiers)
     settings = {"GDRKIT_TIERS": tiers, "GDRKIT_TIERS_CATALOGUE": str(configuration.catalogue), **environ}
     command = [sys.executable, "-m", "gdrkit", "tiers", *arguments, "--json"]
-    process = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=True)
-    output: list[dict[str, Any]] = json.loads(process.stdout)
+    completed = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=True)
+    output: list[dict[str, Any]] = json.loads(completed.stdout)
     return output
 
 

@@ -30,13 +30,13 @@ class Borrower(LineChild):
     """The process, which a case starts and controls."""
 
     def __init__(self, mount: Path, file: Path, *, visible_devices: str | None = None) -> None:
-        environ = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
-        super().__init__("usrbio.borrower", mount, file, environ={**os.environ, **environ})
+        device_environ = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
+        super().__init__("usrbio.borrower", mount, file, environ={**os.environ, **device_environ})
         assert self.call("hello") == 0
 
-    def call(self, *command: object) -> int:
+    def call(self, *command_words: object) -> int:
         """Send one command and return its result."""
-        self.write_line(" ".join(map(str, command)))
+        self.write_line(" ".join(map(str, command_words)))
         return int(self.read_line())
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class Borrower(LineChild):
         self.end()
 
 
-def _open(mount: str, command: str, arguments: Sequence[str]) -> Iovec:
+def _open_iov(mount: str, command: str, arguments: Sequence[str]) -> Iovec:
     if command == "import":
         return usrbio.import_gpu_iovec(mount, bytes.fromhex(arguments[0]))
     identity, length_bytes, *device = arguments
@@ -56,10 +56,10 @@ def _open(mount: str, command: str, arguments: Sequence[str]) -> Iovec:
     return usrbio.open_iovec(mount, identity, length_bytes=int(length_bytes))
 
 
-def _read(ring: Ioring, iov: Iovec, fd: int, offset: int, length: int) -> int:
+def _read_file(ring: Ioring, iov: Iovec, fd: int, offset: int, length: int) -> int:
     ring.prepare(iov[offset : offset + length], True, fd, offset)  # noqa: FBT003 - as in programs for 3FS.
-    (completed,) = ring.submit().wait(min_results=1, timeout=timedelta(seconds=60))
-    return completed.result
+    (completion,) = ring.submit().wait(min_results=1, timeout=timedelta(seconds=60))
+    return completion.result
 
 
 def _main(program_arguments: Sequence[str]) -> int:
@@ -76,9 +76,9 @@ def _main(program_arguments: Sequence[str]) -> int:
             result = 0
             try:
                 if command in {"open", "open_gpu", "import"}:
-                    iovs.append(_open(mount, command, arguments))
+                    iovs.append(_open_iov(mount, command, arguments))
                 elif command == "read":
-                    result = _read(ring, iovs[-1], fd, *map(int, arguments))
+                    result = _read_file(ring, iovs[-1], fd, *map(int, arguments))
                 elif command == "close":
                     iovs.pop().close()
             except usrbio.UsrbioError as error:

@@ -64,20 +64,20 @@ def _repack_message(data: bytes, *, descriptor_count: int) -> bytes:
     return protocol.pack(AgentMessage(message.request, message.sequence, payload, message.descriptor_count))
 
 
-def _repack_in_all_ways(data: bytes) -> None:
+def _repack_with_each_descriptor_count(data: bytes) -> None:
     """Parse the data as a message with each number of descriptors. Parse it again with a valid length in its header."""
-    for candidate in (data, _with_valid_length(data)):
+    for candidate in (data, _set_valid_length(data)):
         for descriptor_count in range(protocol.DESCRIPTORS_MAX + 1):
             fuzz.require_round_trip(partial(_repack_message, descriptor_count=descriptor_count), candidate)
 
 
-def _with_valid_length(data: bytes) -> bytes:
+def _set_valid_length(data: bytes) -> bytes:
     header = bytearray(data[: protocol.HEADER_BYTES].ljust(protocol.HEADER_BYTES, b"\0"))
     _LENGTH.pack_into(header, _LENGTH_OFFSET, max(0, len(data) - protocol.HEADER_BYTES))
     return bytes(header) + data[protocol.HEADER_BYTES :]
 
 
-def _valid_messages() -> list[bytes]:
+def _make_valid_messages() -> list[bytes]:
     publications = (
         PublishRequest(_UUID, f"/dev/shm/hf3fs-iov-{_UUID}", b""),  # noqa: S108 - a target.
         PublishRequest(f"{_UUID}.b4096", "/dev/shm/x", b""),  # noqa: S108
@@ -101,7 +101,10 @@ def _valid_messages() -> list[bytes]:
 
 # Changed messages are valid more often if the fuzzer takes new bytes from the alphabet of link names.
 TARGET = fuzz.FuzzTarget(
-    _repack_in_all_ways, _valid_messages(), (protocol, link_names), alphabet=b"0123456789abcdef.-/rwpthlbg"
+    _repack_with_each_descriptor_count,
+    _make_valid_messages(),
+    (protocol, link_names),
+    alphabet=b"0123456789abcdef.-/rwpthlbg",
 )
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ _REQUESTS = (
     virtual.REMOVE,
 )
 _FOLDERS = ("iovs", "rm-rf", "set-conf", "get-conf", "")
-# Inputs of the ring after which a new ring is published, because the agent removes a ring with invalid indices.
+# Number of inputs of one ring. Then a new ring is published, because the agent removes a ring with invalid indices.
 _RING_INPUTS_MAX = 16
 # Placeholders in inputs, for the inode of the folder, the path of the folder, and the path of shared memory.
 _INODE, _PATH, _MEMORY = b"INODE<8>", b"FOLDER", b"MEMORY"
@@ -49,7 +49,7 @@ class _Fuzzer:
         self._iov = RawIov(64 * KIB)
         self._client.publish_iov(self._iov)
         self._ring: RawRing | None = None
-        self._ring_inputs = 0
+        self._ring_input_count = 0
 
     def send_ioctl(self, data: bytes) -> None:
         """Send an ioctl: the first byte selects its number, the second byte an open file or folder."""
@@ -80,10 +80,10 @@ class _Fuzzer:
 
     def write_ring(self, data: bytes) -> None:
         """Prepare a valid read, write bytes over the memory of the ring, and submit."""
-        if self._ring is None or self._ring_inputs == _RING_INPUTS_MAX:
+        if self._ring is None or self._ring_input_count == _RING_INPUTS_MAX:
             self._replace_ring()
         assert self._ring is not None
-        self._ring_inputs += 1
+        self._ring_input_count += 1
         offset = int.from_bytes(data[:2], "little") % len(self._ring.memory)
         (self._mount / "input").touch()
         with (self._mount / "input").open("rb") as file:
@@ -91,8 +91,8 @@ class _Fuzzer:
                 if 0 <= self._ring.index(0) < self._ring.slot_count:
                     inode = os.fstat(file.fileno()).st_ino
                     self._ring.prepare(self._iov.id.bytes, inode=inode, length=4 * KIB, file_offset=slot_index * KIB)
-            written = data[2:][: len(self._ring.memory) - offset]
-            self._ring.memory[offset : offset + len(written)] = written
+            new_bytes = data[2:][: len(self._ring.memory) - offset]
+            self._ring.memory[offset : offset + len(new_bytes)] = new_bytes
             self._ring.submit()
 
     def _replace_ring(self) -> None:
@@ -102,7 +102,7 @@ class _Fuzzer:
             self._ring.close()
         self._ring = RawRing(8, for_read=True)
         self._client.publish_ring(self._ring)
-        self._ring_inputs = 0
+        self._ring_input_count = 0
 
 
 @cache
@@ -111,17 +111,17 @@ def _get_fuzzer() -> _Fuzzer:
 
 
 def check(data: bytes) -> None:
-    """Send an input to the mount. Its calls may fail. Afterwards, stat(2) of the mount must succeed."""
+    """Send an input to the mount. The calls for the input may fail. Afterwards, stat(2) of the mount must succeed."""
     if len(data) < 4:
         return
     fuzzer = _get_fuzzer()
-    call = (fuzzer.send_ioctl, fuzzer.make_link, fuzzer.write_ring)[data[0] % 3]
+    send_input = (fuzzer.send_ioctl, fuzzer.make_link, fuzzer.write_ring)[data[0] % 3]
     with contextlib.suppress(OSError, ValueError):  # ValueError: Python refuses a path with a zero byte.
-        call(data[1:])
+        send_input(data[1:])
     os.stat(os.environ["GDRKIT_FUZZ_MOUNT"])  # noqa: PTH116 - a path of the environment.
 
 
-def _valid_inputs() -> list[bytes]:
+def _make_valid_inputs() -> list[bytes]:
     name = b"file".ljust(256, b"\0")
     # The index of a request in _REQUESTS, and a valid argument of it.
     arguments = (
@@ -148,7 +148,7 @@ def _valid_inputs() -> list[bytes]:
 
 TARGET = fuzz.FuzzTarget(
     check,
-    _valid_inputs(),
+    _make_valid_inputs(),
     (link_names,),
     alphabet=b"0123456789abcdef.-/rwpthlbg",
     change_count_range=(0, 6),

@@ -31,7 +31,7 @@ _SEMAPHORE = struct.Struct("=QI")
 _SEMAPHORE_VALUE_MAX = 0x7FFFFFFF
 # With this value of `private`, sem_post() of glibc aborts its caller.
 _ABORTING_PRIVATE = 0x40
-# Value, number of waiters, and `private` of each.
+# Value, number of waiters, and `private` of each invalid semaphore.
 _INVALID_SEMAPHORES = (
     (0, 1, _ABORTING_PRIVATE),
     (_SEMAPHORE_VALUE_MAX, 1, _ABORTING_PRIVATE),
@@ -50,7 +50,7 @@ def _pause(duration_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def _client_with_ring(mount: Path, length_bytes: int) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
+def _connect_with_ring(mount: Path, length_bytes: int) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
     """Yield a connection with published memory and a published ring."""
     with RawClient(mount) as client, contextlib.ExitStack() as stack:
         iov, ring = RawIov(length_bytes), RawRing(32, for_read=True)
@@ -72,7 +72,7 @@ def _poll_completions(ring: RawRing, count: int) -> None:
 
 def corrupt_completions(mount: Path, round_number: int) -> None:
     """Write invalid values into the completion semaphore of the client's ring, which the agent posts."""
-    with _client_with_ring(mount, 64 * KIB) as (_, iov, ring):
+    with _connect_with_ring(mount, 64 * KIB) as (_, iov, ring):
         for value, waiters, private in _INVALID_SEMAPHORES:
             _SEMAPHORE.pack_into(ring.memory, ring.semaphore_offset, waiters << 32 | value, private)
             # No file with this inode is registered, so the agent completes the operation with EBADF.
@@ -99,7 +99,7 @@ def corrupt_submissions(mount: Path, round_number: int) -> None:
 def truncate_memory(mount: Path, round_number: int) -> None:
     """Truncate the client's memory while the server writes to it."""
     del round_number
-    with _client_with_ring(mount, MIB) as (client, iov, ring), (mount / "input").open("rb") as file:
+    with _connect_with_ring(mount, MIB) as (client, iov, ring), (mount / "input").open("rb") as file:
         inode = client.register_file(file.fileno())
         for index in range(16):
             ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB, buffer_offset=index * 64 * KIB)
@@ -114,19 +114,19 @@ ATTACKS = {"completions": corrupt_completions, "submissions": corrupt_submission
 
 def main(mount: Path, attack: str) -> None:
     """Attack until the end of standard input, and print the number of rounds."""
-    rounds = 0
+    round_count = 0
     for round_number in itertools.count():
         try:
             ATTACKS[attack](mount, round_number)
         except Refusal as error:
             if error.errno not in {errno.EREMOTEIO, errno.EBUSY}:
                 raise
-        rounds += 1
-        if rounds == 1:
+        round_count += 1
+        if round_count == 1:
             print("attacks", flush=True)  # noqa: T201
         if _pause(0):
             break
-    print(rounds, flush=True)  # noqa: T201
+    print(round_count, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from support.raw_usrbio import AgentProcess
 from gdrkit import usrbio
 
 
-def huge_bytes(process_id: int | str) -> int:
+def read_huge_bytes(process_id: int | str) -> int:
     """Return the bytes of shared memory that a process has mapped by huge pages."""
     lines = Path(f"/proc/{process_id}/smaps").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("ShmemPmdMapped:"))
@@ -29,7 +29,7 @@ def main() -> None:
     with AgentProcess(mount_point) as agent:
         iov = usrbio.create_iovec(str(mount_point), length_bytes=length_bytes)
         memoryview(iov)[:] = bytes(length_bytes)
-        huge_bytes_by_process = {"client": huge_bytes("self"), "agent": huge_bytes(agent.process.pid)}
+        huge_bytes_by_process = {"client": read_huge_bytes("self"), "agent": read_huge_bytes(agent.process.pid)}
         iov.close()
         assert agent.terminate() == 0, agent.error_output
     sys.stdout.write(json.dumps(huge_bytes_by_process))

@@ -26,7 +26,7 @@ def _kill_this_process() -> None:
 
 
 def _run_client(mount: Path, last_step: int) -> None:
-    """Execute the steps of a client up to the number `last_step`, and kill this process."""
+    """Execute the steps of a client up to the one with the index `last_step` (0 is step 1), and kill this process."""
     client = RawClient(mount)
     client.hello()
     if last_step == 0:

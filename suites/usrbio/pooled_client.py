@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 _ALIVE_MAX = 2
 _SIZE_MIN, _SIZE_MAX = 4 * KIB, 4 * MIB
-_DIRTY = b"\xa5" * 64
+_DIRTY_BYTES = b"\xa5" * 64
 
 
 def _make_and_check(mount: str, device: cuda.Device, length_bytes: int) -> Iovec:
     """Create a GPU iov, check that its first and its last bytes are zeros, and overwrite them."""
     iov = usrbio.make_gpu_iovec(mount, length_bytes=length_bytes)
     with cuda.borrow(device, iov.address, length_bytes=length_bytes) as memory:
-        for offset in (0, length_bytes - len(_DIRTY)):
-            assert memory.read(offset_bytes=offset, length_bytes=len(_DIRTY)) == bytes(len(_DIRTY))
-            memory.write(_DIRTY, offset_bytes=offset)
+        for offset in (0, length_bytes - len(_DIRTY_BYTES)):
+            assert memory.read(offset_bytes=offset, length_bytes=len(_DIRTY_BYTES)) == bytes(len(_DIRTY_BYTES))
+            memory.write(_DIRTY_BYTES, offset_bytes=offset)
     return iov
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.processes import wait_until
-from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory_files
+from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, list_shared_memory_files
 
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -38,16 +38,16 @@ def mount(tmp_path: Path, seed: int) -> Path:
 def agent(mount: Path) -> Iterator[AgentProcess]:
     """Yield a running agent. After its end, check that it has removed its semaphores, links and socket."""
     with AgentProcess(mount) as agent_process:
-        semaphores = shared_memory_files(mount)
+        semaphores = list_shared_memory_files(mount)
         yield agent_process
     assert agent_process.process.returncode == 0, agent_process.error_output
     assert len(semaphores) == 3
     assert [path for path in semaphores if path.exists()] == []
-    assert link_names(mount) == set()
+    assert list_link_names(mount) == set()
     assert not (mount / "3fs-virt" / "agent.sock").exists()
 
 
-def link_names(mount: Path) -> set[str]:
+def list_link_names(mount: Path) -> set[str]:
     """Return the names of the links of publications and semaphores."""
     return {link.name for link in (mount / "3fs-virt" / "iovs").iterdir()}
 
@@ -76,7 +76,7 @@ def test_ring_reads_and_writes_a_file(agent: AgentProcess, seed: int) -> None:
         client.publish_iov(iov)
         client.publish_ring(reader)
         client.publish_ring(writer)
-        assert {iov.name(), reader.link, writer.link} < link_names(agent.mount)
+        assert {iov.name(), reader.link, writer.link} < list_link_names(agent.mount)
         source_fd = stack.enter_context(open_descriptor(agent.mount / "file", os.O_RDONLY))
         copy_fd = stack.enter_context(open_descriptor(agent.mount / "copy", os.O_RDWR | os.O_CREAT))
         inode, copy_inode = client.register_file(source_fd), client.register_file(copy_fd)
@@ -101,20 +101,20 @@ def test_ring_reads_and_writes_a_file(agent: AgentProcess, seed: int) -> None:
 
 
 def test_invalid_ring_entry_completes_with_its_errno(agent: AgentProcess) -> None:
-    with RawClient(agent.mount) as client, RawClient(agent.mount) as other, contextlib.ExitStack() as stack:
+    with RawClient(agent.mount) as client, RawClient(agent.mount) as other_client, contextlib.ExitStack() as stack:
         own_iov, other_iov, ring = RawIov(MIB), RawIov(MIB), RawRing(32, for_read=True)
         write_ring = RawRing(2, for_read=False)
         for shared in (own_iov, other_iov, ring, write_ring):
             stack.callback(shared.close)
         client.publish_iov(own_iov, f".b{256 * KIB}")
-        other.publish_iov(other_iov)
+        other_client.publish_iov(other_iov)
         client.publish_ring(ring)
         client.publish_ring(write_ring)
         fd = stack.enter_context(open_descriptor(agent.mount / "file", os.O_RDONLY))
         write_only_fd = stack.enter_context(open_descriptor(agent.mount / "out", os.O_WRONLY | os.O_CREAT))
         inode, write_only_inode = client.register_file(fd), client.register_file(write_only_fd)
         other_fd = stack.enter_context(open_descriptor(agent.mount / "other", os.O_RDWR | os.O_CREAT))
-        other_inode = other.register_file(other_fd)
+        other_inode = other_client.register_file(other_fd)
         uint64_max = (1 << 64) - 1
         invalid_entries: list[tuple[int, dict[str, int | bytes]]] = [
             (-errno.EACCES, {"iov": other_iov.id.bytes}),
@@ -186,14 +186,14 @@ def test_truncated_ring_breaks_and_the_agent_survives(agent: AgentProcess) -> No
         intact_ring.submit()
         assert [result for _, result, _ in intact_ring.wait(1)] == [KIB]
         # The loop may find the truncated ring only after it has served the intact one.
-        wait_until(lambda: broken_ring.link not in link_names(agent.mount), "the agent removes the broken ring")
+        wait_until(lambda: broken_ring.link not in list_link_names(agent.mount), "the agent removes the broken ring")
     assert agent.terminate() == 0, agent.error_output
     assert agent.statistics["broken_rings"] == 1
 
 
 def test_refused_publication_leaves_no_link(agent: AgentProcess, tmp_path: Path) -> None:
-    links_before = link_names(agent.mount)
-    with RawClient(agent.mount) as client, RawClient(agent.mount) as other, contextlib.ExitStack() as stack:
+    links_before = list_link_names(agent.mount)
+    with RawClient(agent.mount) as client, RawClient(agent.mount) as other_client, contextlib.ExitStack() as stack:
         iov = RawIov(MIB)
         stack.callback(iov.close)
         missing_path = str(iov.path.with_name(f"hf3fs-iov-{uuid.uuid4()}"))
@@ -220,11 +220,11 @@ def test_refused_publication_leaves_no_link(agent: AgentProcess, tmp_path: Path)
         with refused_with(errno.EEXIST):
             client.publish_iov(iov)
         with refused_with(errno.EEXIST):
-            other.publish_iov(iov)
+            other_client.publish_iov(iov)
         with refused_with(errno.ENOENT):
-            other.unpublish(iov.name())
+            other_client.unpublish(iov.name())
         client.unpublish(iov.name())
-        assert link_names(agent.mount) == links_before
+        assert list_link_names(agent.mount) == links_before
         assert iov.path.exists()
 
 

@@ -14,7 +14,7 @@ import pytest
 from support.other_user import folder_for_all_users, run_program
 from support.processes import wait_until
 from support.python_child import suites_environ
-from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, shared_memory_files
+from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, list_shared_memory_files
 
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -51,13 +51,13 @@ def mount(tmp_path: Path, seed: int) -> Path:
     return tmp_path
 
 
-def published_link_names(mount: Path) -> set[str]:
+def list_published_link_names(mount: Path) -> set[str]:
     """Return the names of the links by which clients publish iovs and rings, without the agent's own semaphores."""
     return {link.name for link in (mount / "3fs-virt" / "iovs").iterdir() if not link.name.startswith("submit-ios")}
 
 
 @contextlib.contextmanager
-def busy_client(mount: Path) -> Iterator[subprocess.Popen[str]]:
+def run_busy_client(mount: Path) -> Iterator[subprocess.Popen[str]]:
     """Run a client that reads a file again and again, until the block ends."""
     with subprocess.Popen(
         [sys.executable, "-c", BUSY_CLIENT_PROGRAM, str(mount)],
@@ -74,34 +74,34 @@ def busy_client(mount: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_killed_client_leaves_nothing(mount: Path) -> None:
-    records = mount / "3fs-virt" / "publications"
+    records_folder = mount / "3fs-virt" / "publications"
     with AgentProcess(mount) as agent:
-        with busy_client(mount) as client:
-            assert len(published_link_names(mount)) == 2
-            memory = shared_memory_files(mount)
+        with run_busy_client(mount) as client:
+            assert len(list_published_link_names(mount)) == 2
+            memory_files = list_shared_memory_files(mount)
             client.kill()
             client.wait()
             # The agent removes the record of a publication after its link.
             wait_until(
-                lambda: not published_link_names(mount) and not any(records.iterdir()),
+                lambda: not list_published_link_names(mount) and not any(records_folder.iterdir()),
                 "the links and records of the killed client are removed",
                 timeout_s=60,
             )
-        assert {path for path in memory if path.exists()} == shared_memory_files(mount)
+        assert {path for path in memory_files if path.exists()} == list_shared_memory_files(mount)
         assert agent.terminate() == 0, agent.error_output
 
 
 def test_next_agent_removes_what_a_killed_agent_left(mount: Path) -> None:
-    with AgentProcess(mount) as killed_agent, busy_client(mount) as client:
-        memory = shared_memory_files(mount)
+    with AgentProcess(mount) as killed_agent, run_busy_client(mount) as client:
+        memory_files = list_shared_memory_files(mount)
         # The memory and the ring of the client, and the three submit semaphores of the agent.
-        assert len(memory) == 5
+        assert len(memory_files) == 5
         killed_agent.kill()
         client.kill()
         client.wait()
     with AgentProcess(mount) as next_agent:
-        assert published_link_names(mount) == set()
-        assert [path for path in memory if path.exists()] == []
+        assert list_published_link_names(mount) == set()
+        assert [path for path in memory_files if path.exists()] == []
         with RawClient(mount) as new_client:
             new_client.hello()
         assert next_agent.terminate() == 0, next_agent.error_output
@@ -152,12 +152,12 @@ def test_killed_server_is_started_again(mount: Path, seed: int) -> None:
 
 
 def test_agent_ends_during_transfers_of_its_clients(mount: Path) -> None:
-    with AgentProcess(mount) as agent, busy_client(mount) as client:
+    with AgentProcess(mount) as agent, run_busy_client(mount) as client:
         assert agent.terminate() == 0, agent.error_output
         assert agent.statistics["outstanding"] >= 0
         client.kill()
         client.wait()
-        assert published_link_names(mount) == set()
+        assert list_published_link_names(mount) == set()
 
 
 @needs(host.capability("CAP_SETUID"))

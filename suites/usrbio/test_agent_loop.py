@@ -1,4 +1,4 @@
-"""The agent's loop with a storage server that the case plays: invalid results, and rings whose indices go backwards.
+"""The agent's loop, with the test as its storage server: invalid results, and rings whose indices go backwards.
 
 No NIC moves data here. The case reads the requests of the loop from a socket, and sends the results itself.
 """
@@ -58,24 +58,24 @@ class ServedRing:
             self.ring.prepare(self.iov.id.bytes, inode=inode, length=KIB)
         self.ring.submit()
 
-    def operation(self) -> wire.Operation:
+    def receive_operation(self) -> wire.Operation:
         """Return the operation of the next request to the server."""
         self.server.settimeout(30)
         header = wire.parse_header(self.server.recv(wire.HEADER_BYTES, socket.MSG_WAITALL))
         (operation,) = wire.parse_operations(header, self.server.recv(header.length, socket.MSG_WAITALL))
         return operation
 
-    def results(self, count: int) -> list[int]:
+    def wait_for_results(self, count: int) -> list[int]:
         """Wait for this number of completions, and return their results."""
         return [result for _, result, _ in self.ring.wait(count)]
 
-    def event_names(self) -> list[str]:
+    def wait_for_event_names(self) -> list[str]:
         """Wait for events of the loop, and return their names."""
         return [name for name, *_ in self.loop.events(EVENTS_TIMEOUT_MS)]
 
 
 @contextlib.contextmanager
-def served_ring(mount_folder: Path) -> Iterator[ServedRing]:
+def serve_ring(mount_folder: Path) -> Iterator[ServedRing]:
     """Yield a loop that has one file and one ring, and is connected to the case."""
     with contextlib.ExitStack() as stack:
         mount = stack.enter_context(AgentMount(mount_folder))
@@ -97,49 +97,53 @@ def served_ring(mount_folder: Path) -> Iterator[ServedRing]:
 
 @pytest.mark.parametrize("result", [KIB, 0, -errno.ENODATA, -4095])
 def test_result_of_the_server_completes_the_operation(tmp_path: Path, result: int) -> None:
-    with served_ring(tmp_path) as ring_setup:
+    with serve_ring(tmp_path) as ring_setup:
         ring_setup.submit(INODE)
-        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.operation().tag, result)]))
-        assert ring_setup.results(1) == [result]
+        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.receive_operation().tag, result)]))
+        assert ring_setup.wait_for_results(1) == [result]
 
 
 @pytest.mark.parametrize("result", [KIB + 1, (1 << 63) - 1, -4096, -1 << 63])
 def test_impossible_result_ends_the_connection(tmp_path: Path, result: int) -> None:
-    with served_ring(tmp_path) as ring_setup:
+    with serve_ring(tmp_path) as ring_setup:
         ring_setup.submit(INODE)
-        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.operation().tag, result)]))
-        assert ring_setup.event_names() == ["disconnected"]
+        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.receive_operation().tag, result)]))
+        assert ring_setup.wait_for_event_names() == ["disconnected"]
         assert not ring_setup.loop.disconnect()
-        assert ring_setup.results(1) == [-errno.EREMOTEIO]
+        assert ring_setup.wait_for_results(1) == [-errno.EREMOTEIO]
 
 
 # The low half of a tag is the index of an operation. The high half distinguishes the operations that use one index.
 @pytest.mark.parametrize("changed_bits", [1, 1 << 20, 1 << 32])
 def test_result_with_an_unknown_tag_ends_the_connection(tmp_path: Path, changed_bits: int) -> None:
-    with served_ring(tmp_path) as ring_setup:
+    with serve_ring(tmp_path) as ring_setup:
         ring_setup.submit(INODE)
-        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.operation().tag ^ changed_bits, KIB)]))
-        assert ring_setup.event_names() == ["disconnected"]
+        ring_setup.server.sendall(
+            wire.pack_results([wire.Result(ring_setup.receive_operation().tag ^ changed_bits, KIB)])
+        )
+        assert ring_setup.wait_for_event_names() == ["disconnected"]
         assert not ring_setup.loop.disconnect()
-        assert ring_setup.results(1) == [-errno.EREMOTEIO]
+        assert ring_setup.wait_for_results(1) == [-errno.EREMOTEIO]
 
 
 @pytest.mark.parametrize("new_handle", [0, 9], ids=["not-opened-again", "opened-again"])
 def test_new_session_gets_no_handle_of_the_old_one(tmp_path: Path, new_handle: int) -> None:
     """A handle of the old session would name the file of another client."""
-    with served_ring(tmp_path) as ring_setup, contextlib.closing(RawIov(MIB)) as refused_iov:
+    with serve_ring(tmp_path) as ring_setup, contextlib.closing(RawIov(MIB)) as refused_iov:
         ring_setup.submit(INODE)
-        kept_operation = ring_setup.operation()
+        kept_operation = ring_setup.receive_operation()
         ring_setup.loop.add_buffer(
             CLIENT, refused_iov.id.bytes, length=MIB, block_bytes=0, keys=[(2 << 20, 8)], preferred_nics=[]
         )
         ring_setup.ring.prepare(refused_iov.id.bytes, inode=INODE, length=KIB)
         ring_setup.ring.submit()
         # A NIC has refused the memory of the second operation. The first operation outlives the session.
-        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.operation().tag, -errno.EREMOTEIO)]))
-        assert "disconnected" in ring_setup.event_names()
+        ring_setup.server.sendall(
+            wire.pack_results([wire.Result(ring_setup.receive_operation().tag, -errno.EREMOTEIO)])
+        )
+        assert "disconnected" in ring_setup.wait_for_event_names()
         assert ring_setup.loop.disconnect()
-        assert ring_setup.results(1) == [-errno.EREMOTEIO]
+        assert ring_setup.wait_for_results(1) == [-errno.EREMOTEIO]
         if new_handle:
             ring_setup.loop.set_file(
                 CLIENT, INODE, read_handle=new_handle, write_handle=0, readable=True, writable=False
@@ -147,36 +151,36 @@ def test_new_session_gets_no_handle_of_the_old_one(tmp_path: Path, new_handle: i
         server, data_connection = socket.socketpair()
         with server:
             ring_setup.loop.connect(data_connection.detach(), queue_pair_nics=[0], generation=GENERATION + 1)
-            repeated_operation = dataclasses.replace(ring_setup, server=server).operation()
+            repeated_operation = dataclasses.replace(ring_setup, server=server).receive_operation()
         assert (kept_operation.handle, repeated_operation.handle) == (1, new_handle)
 
 
 def test_second_result_of_an_operation_ends_the_connection(tmp_path: Path) -> None:
-    with served_ring(tmp_path) as ring_setup:
+    with serve_ring(tmp_path) as ring_setup:
         ring_setup.submit(INODE)
-        reply = wire.pack_results([wire.Result(ring_setup.operation().tag, KIB)])
+        reply = wire.pack_results([wire.Result(ring_setup.receive_operation().tag, KIB)])
         ring_setup.server.sendall(reply + reply)
-        assert ring_setup.event_names() == ["disconnected"]
-        assert ring_setup.results(1) == [KIB]
+        assert ring_setup.wait_for_event_names() == ["disconnected"]
+        assert ring_setup.wait_for_results(1) == [KIB]
 
 
 def test_submission_head_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
-    with served_ring(tmp_path) as ring_setup:
+    with serve_ring(tmp_path) as ring_setup:
         # The loop claims the entries in order. So the first operation is in flight when the second operation has
         # failed.
         ring_setup.submit(INODE, UNKNOWN_INODE)
-        assert ring_setup.results(1) == [-errno.EBADF]
+        assert ring_setup.wait_for_results(1) == [-errno.EBADF]
         ring_setup.ring.set_index(SUBMISSION_HEAD, 1)
         ring_setup.ring.submit()
-        assert ring_setup.event_names() == ["ring_broken"]
+        assert ring_setup.wait_for_event_names() == ["ring_broken"]
 
 
 def test_completion_tail_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
-    with served_ring(tmp_path) as ring_setup:
+    with serve_ring(tmp_path) as ring_setup:
         # The loop reads the tail when it claims an entry. When it claims the second entry, it reads the tail 1.
         for _ in range(2):
             ring_setup.submit(UNKNOWN_INODE)
-            assert ring_setup.results(1) == [-errno.EBADF]
+            assert ring_setup.wait_for_results(1) == [-errno.EBADF]
         ring_setup.ring.set_index(COMPLETION_TAIL, 0)
         ring_setup.submit(UNKNOWN_INODE)
-        assert ring_setup.event_names() == ["ring_broken"]
+        assert ring_setup.wait_for_event_names() == ["ring_broken"]

@@ -75,7 +75,7 @@ def open_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, is_registered:
 
 
 @contextlib.contextmanager
-def memory_and_rings(mount: Path, *, block_size: int = 0) -> Iterator[tuple[Iovec, Ioring, Ioring]]:
+def open_memory_and_rings(mount: Path, *, block_size: int = 0) -> Iterator[tuple[Iovec, Ioring, Ioring]]:
     """Yield memory of 1 MiB, a ring of reads and a ring of writes."""
     with (
         usrbio.create_iovec(str(mount), length_bytes=MIB, block_size=block_size) as iov,
@@ -85,11 +85,11 @@ def memory_and_rings(mount: Path, *, block_size: int = 0) -> Iterator[tuple[Iove
         yield iov, reader, writer
 
 
-def results_of(ring: Ioring, count: int = 1) -> list[int]:
+def submit_and_get_results(ring: Ioring, count: int = 1) -> list[int]:
     """Submit, and return the results of this number of operations."""
-    completed = ring.submit().wait(min_results=count, timeout=TIMEOUT)
-    assert len(completed) == count
-    return [iov.result for iov in completed]
+    completed_slices = ring.submit().wait(min_results=count, timeout=TIMEOUT)
+    assert len(completed_slices) == count
+    return [iov.result for iov in completed_slices]
 
 
 def test_path_outside_of_a_mount_is_refused(agent: AgentProcess, tmp_path: Path) -> None:
@@ -113,20 +113,23 @@ def test_path_outside_of_a_mount_is_refused(agent: AgentProcess, tmp_path: Path)
 
 def test_full_ring_is_eagain_and_loses_nothing(agent: AgentProcess, seed: int) -> None:
     data = pattern.payload(ENTRIES * KIB, seed=seed)
-    with open_file(agent.mount / "file") as fd, memory_and_rings(agent.mount) as (iov, _, writer):
+    with open_file(agent.mount / "file") as fd, open_memory_and_rings(agent.mount) as (iov, _, writer):
         memoryview(iov)[: len(data)] = data
         for index in range(ENTRIES):
             writer.prepare(iov[index * KIB : (index + 1) * KIB], WRITE, fd, index * KIB)
         with refused_with(errno.EAGAIN):
             writer.prepare(iov[:KIB], WRITE, fd, 0)
-        assert results_of(writer, ENTRIES) == [KIB] * ENTRIES
+        assert submit_and_get_results(writer, ENTRIES) == [KIB] * ENTRIES
         writer.prepare(iov[:KIB], WRITE, fd, len(data))
-        assert results_of(writer) == [KIB]
+        assert submit_and_get_results(writer) == [KIB]
     assert (agent.mount / "file").read_bytes() == data + data[:KIB]
 
 
 def test_unregistered_descriptor_is_ebadf(agent: AgentProcess) -> None:
-    with memory_and_rings(agent.mount) as (iov, reader, _), open_file(agent.mount / "file", is_registered=False) as fd:
+    with (
+        open_memory_and_rings(agent.mount) as (iov, reader, _),
+        open_file(agent.mount / "file", is_registered=False) as fd,
+    ):
         with refused_with(errno.EBADF):
             reader.prepare(iov[:1], READ, fd, 0)
         usrbio.register_fd(fd)
@@ -144,7 +147,7 @@ def test_unregistered_descriptor_is_ebadf(agent: AgentProcess) -> None:
 
 def test_descriptor_without_the_access_right_is_refused(agent: AgentProcess) -> None:
     (agent.mount / "file").write_bytes(b"x" * KIB)
-    with memory_and_rings(agent.mount) as (iov, reader, writer):
+    with open_memory_and_rings(agent.mount) as (iov, reader, writer):
         with open_file(agent.mount / "file", os.O_RDONLY) as fd:
             with refused_with(errno.EACCES):
                 writer.prepare(iov[:1], WRITE, fd, 0)
@@ -158,7 +161,10 @@ def test_descriptor_without_the_access_right_is_refused(agent: AgentProcess) -> 
 
 
 def test_invalid_range_is_einval(agent: AgentProcess) -> None:
-    with open_file(agent.mount / "file") as fd, memory_and_rings(agent.mount, block_size=64 * KIB) as (iov, reader, _):
+    with (
+        open_file(agent.mount / "file") as fd,
+        open_memory_and_rings(agent.mount, block_size=64 * KIB) as (iov, reader, _),
+    ):
         for invalid_slice in (iov[64 * KIB - 1 : 64 * KIB + 1], iov[: 64 * KIB + 1], iov[:0]):
             with refused_with(errno.EINVAL):
                 reader.prepare(invalid_slice, READ, fd, 0)
@@ -173,7 +179,7 @@ def test_invalid_range_is_einval(agent: AgentProcess) -> None:
         with refused_with(errno.EINVAL):
             usrbio.punch_hole(fd, [0], [1], 1)
         reader.prepare(iov[64 * KIB : 128 * KIB], READ, fd, 0)
-        assert results_of(reader) == [0]
+        assert submit_and_get_results(reader) == [0]
 
 
 def test_pointer_outside_of_the_iov_is_einval_in_c(agent: AgentProcess) -> None:
@@ -218,26 +224,30 @@ def test_full_disk_is_enospc_and_keeps_acknowledged_writes(tmp_path: Path, seed:
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "gdrkit-small", str(mount)], check=True)
     try:
-        with AgentProcess(mount), open_file(mount / "file") as fd, memory_and_rings(mount) as (iov, reader, writer):
+        with (
+            AgentProcess(mount),
+            open_file(mount / "file") as fd,
+            open_memory_and_rings(mount) as (iov, reader, writer),
+        ):
             acknowledged_bytes = 0
             results: list[int] = []
             # Write until the disk is full.
             while not results or results[-1] == MIB:
                 memoryview(iov)[:] = pattern.payload(MIB, seed=seed, offset_bytes=acknowledged_bytes)
                 writer.prepare(iov[:], WRITE, fd, acknowledged_bytes)
-                results += results_of(writer)
+                results += submit_and_get_results(writer)
                 acknowledged_bytes += max(results[-1], 0)
                 assert acknowledged_bytes <= 8 * MIB
             assert results[-1] == -errno.ENOSPC
             assert acknowledged_bytes >= 4 * MIB
             for offset in range(0, acknowledged_bytes, MIB):
                 reader.prepare(iov[:], READ, fd, offset)
-                assert results_of(reader) == [MIB]
+                assert submit_and_get_results(reader) == [MIB]
                 pattern.check(memoryview(iov)[:], seed=seed, offset_bytes=offset)
             # After space was freed, the file and the ring can be used again.
             usrbio.punch_hole(fd, [0], [4 * MIB])
             writer.prepare(iov[:], WRITE, fd, acknowledged_bytes)
-            assert results_of(writer) == [MIB]
+            assert submit_and_get_results(writer) == [MIB]
     finally:
         subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
@@ -273,11 +283,11 @@ def test_refused_publication_closes_its_descriptors(agent: AgentProcess, target:
 
 def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: int) -> None:
     rng, agent_process_id = random.Random(seed), agent.process.pid
-    with open_file(agent.mount / "file") as fd, memory_and_rings(agent.mount) as (iov, _, writer):
+    with open_file(agent.mount / "file") as fd, open_memory_and_rings(agent.mount) as (iov, _, writer):
         # The first transfer through a NIC opens descriptors that stay open.
         for index in range(2 * ENTRIES):
             writer.prepare(iov[:KIB], WRITE, fd, index * KIB)
-            assert results_of(writer) == [KIB]
+            assert submit_and_get_results(writer) == [KIB]
         files_before = Counter(open_files(agent_process_id))
         for data in changed_inputs(TARGET, seed, 500):
             with RawClient(agent.mount) as peer, contextlib.suppress(ConnectionError):
@@ -290,7 +300,7 @@ def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: i
             for _ in range(64):
                 idle_clients.enter_context(RawClient(agent.mount))
             writer.prepare(iov[:], WRITE, fd, 0)
-            assert results_of(writer) == [MIB]
+            assert submit_and_get_results(writer) == [MIB]
         try:
             wait_until(
                 lambda: Counter(open_files(agent_process_id)) == files_before,

@@ -1,4 +1,4 @@
-"""A link to device memory without a dma-buf, so that the agent can register the memory only as peer memory."""
+"""A link to device memory without a dma-buf: the agent can register this memory only as peer memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ pytestmark = needs(verbs.nic(), cuda_needs.device())
 
 @pytest.fixture
 def memory(device: cuda.Device) -> Iterator[cuda.DeviceMemory]:
-    with device.allocate(MIB) as allocated:
-        yield allocated
+    with device.allocate(MIB) as device_memory:
+        yield device_memory
 
 
-def link_of(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
+def make_link(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
     """Return the UUID, the name and the target of a link that publishes `memory` without a dma-buf."""
     identity = uuid.uuid4()
     with memory.device.current():
@@ -52,7 +52,7 @@ def test_link_alone_registers_memory_by_its_address(
 ) -> None:
     environ = {} if agent_devices is None else {"CUDA_VISIBLE_DEVICES": agent_devices}
     (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
-    identity, name, target = link_of(memory)
+    identity, name, target = make_link(memory)
     memory.fill(0xA5)
     agent_process = AgentProcess(tmp_path, environ={**os.environ, **environ})
     with agent_process as agent, RawClient(tmp_path) as client, contextlib.ExitStack() as stack:
@@ -79,7 +79,7 @@ def test_device_memory_is_read_without_the_socket(tmp_path: Path, memory: cuda.D
     mount.mkdir()
     store.mkdir()
     (store / "file").write_bytes(pattern.payload(MIB, seed=seed))
-    identity, name, target = link_of(memory)
+    identity, name, target = make_link(memory)
     memory.fill(0xA5)
     with AgentProcess(mount, "--store", str(store), "--fuse") as agent:
         client = LinkClient(mount)
@@ -99,7 +99,7 @@ def test_device_memory_is_read_without_the_socket(tmp_path: Path, memory: cuda.D
 
 
 def test_link_with_the_size_of_another_allocation_is_refused(tmp_path: Path, memory: cuda.DeviceMemory) -> None:
-    _identity, name, target = link_of(memory)
+    _identity, name, target = make_link(memory)
     with memory.device.current():
         allocation = address_range(memory.address)
     wrong_target = target.replace(
@@ -117,7 +117,7 @@ def test_link_alone_without_peer_memory_is_refused(
     tmp_path: Path, memory: cuda.DeviceMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GDRKIT_TWINS_PEERMEM", "0")
-    _identity, name, target = link_of(memory)
+    _identity, name, target = make_link(memory)
     with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client:
         with pytest.raises(Refusal, match="EFAULT") as error:
             client.publish(name, target)

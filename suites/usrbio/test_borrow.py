@@ -1,6 +1,6 @@
 """Memory that one process publishes to the usrbio agent, and that another process opens or imports.
 
-Both processes do I/O with it until the owner ends its publication.
+Both processes do I/O with it until the owner ends the publication.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.application import Application
 from support.processes import wait_until
-from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory_files
+from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, list_shared_memory_files
 from usrbio.borrower import Borrower
 
 from gdrkit import pattern, usrbio
@@ -45,9 +45,9 @@ def agent(tmp_path: Path, seed: int) -> Iterator[AgentProcess]:
     (tmp_path / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
     with AgentProcess(tmp_path) as agent_process:
         yield agent_process
-        memory = shared_memory_files(tmp_path)
+        memory_files = list_shared_memory_files(tmp_path)
     assert agent_process.process.returncode == 0, agent_process.error_output
-    assert [path for path in memory if path.exists()] == []
+    assert [path for path in memory_files if path.exists()] == []
     assert list((tmp_path / "3fs-virt" / "iovs").iterdir()) == []
 
 
@@ -120,19 +120,19 @@ def test_end_of_a_borrower_does_not_affect_the_owner(agent: AgentProcess, method
 def test_borrower_may_number_the_devices_differently(agent: AgentProcess, method: str, seed: int) -> None:
     owner = Owner(agent.mount, method)
     # The memory is on the owner's device 0, which is device 1 of the borrower.
-    numbers = {"import": (), "open_gpu": (1,)}[method]
+    device_arguments = {"import": (), "open_gpu": (1,)}[method]
     with contextlib.ExitStack() as stack:
         stack.callback(owner.application.close)
         borrower = stack.enter_context(Borrower(agent.mount, agent.mount / "file", visible_devices="1,0"))
         if method == "open_gpu":
             assert borrower.call(*owner.command, 0) == -errno.EINVAL
-        assert borrower.call(*owner.command, *numbers) == 0
+        assert borrower.call(*owner.command, *device_arguments) == 0
         assert borrower.call("read", 4097, MIB) == MIB
         owner.application.check(4097, MIB, seed=seed, file_offset=4097)
         borrower.close()
-        excluded = stack.enter_context(Borrower(agent.mount, agent.mount / "file", visible_devices="1"))
-        assert excluded.call(*owner.command) == {"import": -errno.EINVAL, "open_gpu": -errno.EIO}[method]
-        excluded.close()
+        borrower_without_device = stack.enter_context(Borrower(agent.mount, agent.mount / "file", visible_devices="1"))
+        assert borrower_without_device.call(*owner.command) == {"import": -errno.EINVAL, "open_gpu": -errno.EIO}[method]
+        borrower_without_device.close()
 
 
 class TwoClients:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.application import Application
-from support.raw_usrbio import AgentProcess, shared_memory_files
+from support.raw_usrbio import AgentProcess, list_shared_memory_files
 
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import cuda, needs, verbs
@@ -49,9 +49,9 @@ def agent(tmp_path: Path) -> Iterator[AgentProcess]:
     """Yield a running agent. After its end, check that no shared memory is left."""
     with AgentProcess(tmp_path) as agent_process:
         yield agent_process
-        memory = shared_memory_files(tmp_path)
+        memory_files = list_shared_memory_files(tmp_path)
     assert agent_process.process.returncode == 0, agent_process.error_output
-    assert [path for path in memory if path.exists()] == []
+    assert [path for path in memory_files if path.exists()] == []
 
 
 @pytest.fixture
@@ -59,14 +59,14 @@ def open_file(agent: AgentProcess) -> Iterator[Callable[[str], int]]:
     """A function that opens and registers a file of the mount, and creates it if it is missing."""
     with contextlib.ExitStack() as stack:
 
-        def open_registered(name: str) -> int:
+        def open_and_register(name: str) -> int:
             fd = os.open(agent.mount / name, os.O_RDWR | os.O_CREAT, 0o600)
             stack.callback(os.close, fd)
             usrbio.register_fd(fd)
             stack.callback(usrbio.deregister_fd, fd)
             return fd
 
-        yield open_registered
+        yield open_and_register
 
 
 def make_file(path: Path, length_bytes: int, *, seed: int) -> None:
@@ -101,13 +101,13 @@ def test_every_byte_of_a_file_is_read_and_written_back(
                 "bytes outside of the transfer have changed"
             )
         assert application.write((copy_fd, memory_offset, 5, length_bytes)) == [length_bytes]
-    with (agent.mount / "copy").open("rb") as written, (agent.mount / "file").open("rb") as original:
-        assert written.read(5) == bytes(5)
-        original.seek(file_offset)
+    with (agent.mount / "copy").open("rb") as copied_file, (agent.mount / "file").open("rb") as original_file:
+        assert copied_file.read(5) == bytes(5)
+        original_file.seek(file_offset)
         # The check above has compared the original with the pattern. Computing the pattern again would take longer.
-        while data := original.read(16 * MIB):
-            assert written.read(len(data)) == data
-        assert written.read() == b""
+        while data := original_file.read(16 * MIB):
+            assert copied_file.read(len(data)) == data
+        assert copied_file.read() == b""
     evidence["bytes"] = 2 * length_bytes
 
 
@@ -138,12 +138,12 @@ def test_hole_of_a_file_is_read_as_zeros(
             file.seek(offset)
             file.write(pattern.payload(5000, seed=seed, offset_bytes=offset))
     fd = open_file("file")
-    expected = (agent.mount / "file").read_bytes()
+    expected_bytes = (agent.mount / "file").read_bytes()
     with Application(agent.mount, memory_kind=memory_kind, length_bytes=2 * MIB) as application:
         application.fill(CANARY_BYTE)
         assert application.read((fd, 1, 0, MIB), (fd, MIB + 7, 2000, 64 * KIB)) == [MIB, 64 * KIB]
-        assert application.read_memory(1, MIB) == expected
-        assert application.read_memory(MIB + 7, 64 * KIB) == expected[2000 : 2000 + 64 * KIB]
+        assert application.read_memory(1, MIB) == expected_bytes
+        assert application.read_memory(MIB + 7, 64 * KIB) == expected_bytes[2000 : 2000 + 64 * KIB]
         assert application.read_memory(0, 1) == bytes([CANARY_BYTE])
 
 
@@ -158,7 +158,7 @@ def test_hole_is_enodata_if_holes_are_forbidden(
         usrbio.make_ioring(str(agent.mount), 8, for_read=True, flags=2) as ring,
     ):
         ring.prepare(application.iov[0:4096], True, fd, 0)  # noqa: FBT003 - the signature of 3FS.
-        assert [completed.result for completed in ring.submit().wait(min_results=1)] == [-errno.ENODATA]
+        assert [completion.result for completion in ring.submit().wait(min_results=1)] == [-errno.ENODATA]
 
 
 @pytest.mark.qualify
@@ -175,7 +175,7 @@ def test_64_rings_read_their_own_parts_at_once(
                 ring.prepare(application.iov[offset : offset + 8 * KIB], True, fd, offset)  # noqa: FBT003
             ring.submit()
         for ring in application.readers:
-            assert [completed.result for completed in ring.wait(min_results=8)] == [8 * KIB] * 8
+            assert [completion.result for completion in ring.wait(min_results=8)] == [8 * KIB] * 8
         application.check(0, 4 * MIB, seed=seed, file_offset=0)
 
 

@@ -7,7 +7,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_usrbio import AgentProcess, shared_memory_files
+from support.raw_usrbio import AgentProcess, list_shared_memory_files
 
 import gdrkit
 from gdrkit import pattern
@@ -54,11 +54,11 @@ def agent(tmp_path: Path, seed: int) -> Iterator[AgentProcess]:
     (tmp_path / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
     with AgentProcess(tmp_path) as agent_process:
         yield agent_process
-        memory = shared_memory_files(tmp_path)
+        memory_files = list_shared_memory_files(tmp_path)
         links = [link.name for link in (tmp_path / "3fs-virt" / "iovs").iterdir()]
     assert [name for name in links if not name.startswith("submit-ios")] == []
     assert agent_process.process.returncode == 0, agent_process.error_output
-    assert [path for path in memory if path.exists()] == []
+    assert [path for path in memory_files if path.exists()] == []
 
 
 def run_example(program: Path, *arguments: object) -> bytes:
@@ -101,7 +101,7 @@ def wait_for_listener(exporter: subprocess.Popen[bytes], socket_path: Path) -> N
     """Wait until the kernel's table of sockets has a listener at this path."""
     from pathlib import Path
 
-    # The flag __SO_ACCEPTCON of the kernel, as the table has it.
+    # The flag __SO_ACCEPTCON of the kernel, as the table shows it.
     listening_flag = "00010000"
     while exporter.poll() is None:
         for line in Path("/proc/net/unix").read_text().splitlines():

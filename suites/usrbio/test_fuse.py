@@ -41,7 +41,7 @@ def is_mounted(path: Path) -> bool:
     return any(f" {path} " in line for line in Path("/proc/self/mountinfo").read_text().splitlines())
 
 
-def submit_semaphores(mount: Path) -> list[Path]:
+def list_submit_semaphores(mount: Path) -> list[Path]:
     """Return the files of the submit semaphores of a mount."""
     return [link.readlink() for link in (mount / "3fs-virt" / "iovs").iterdir() if link.name.startswith("submit-ios")]
 
@@ -54,12 +54,12 @@ class SharedBlock:
         self.path = SHM_FOLDER / self.name
         with self.path.open("w+b") as file:
             file.truncate(length_bytes)
-            self._mapped = mmap.mmap(file.fileno(), length_bytes)
-        self.buf = memoryview(self._mapped)
+            self._mapping = mmap.mmap(file.fileno(), length_bytes)
+        self.buf = memoryview(self._mapping)
 
     def close(self) -> None:
         self.buf.release()
-        self._mapped.close()
+        self._mapping.close()
         self.path.unlink()
 
 
@@ -80,7 +80,7 @@ def start_agent(folders: tuple[Path, Path]) -> AgentProcess:
 def agent(folders: tuple[Path, Path]) -> Iterator[AgentProcess]:
     """Yield a running agent. After its end, check that it has unmounted and has removed its semaphores."""
     with start_agent(folders) as agent_process:
-        semaphores = submit_semaphores(folders[0])
+        semaphores = list_submit_semaphores(folders[0])
         yield agent_process
     assert agent_process.process.returncode == 0, agent_process.error_output
     assert not is_mounted(folders[0])
@@ -99,10 +99,10 @@ def registered_fd(agent: AgentProcess) -> Iterator[int]:
 
 
 def test_written_file_is_the_same_in_mount_and_store(agent: AgentProcess, folders: tuple[Path, Path]) -> None:
-    written = pattern.payload(3 * MIB + 5, seed=2)
-    (agent.mount / "file").write_bytes(written)
-    assert (agent.mount / "file").read_bytes() == written
-    assert (folders[1] / "file").read_bytes() == written
+    written_bytes = pattern.payload(3 * MIB + 5, seed=2)
+    (agent.mount / "file").write_bytes(written_bytes)
+    assert (agent.mount / "file").read_bytes() == written_bytes
+    assert (folders[1] / "file").read_bytes() == written_bytes
     assert (agent.mount / "file").stat().st_ino == (folders[1] / "file").stat().st_ino
     assert usrbio.extract_mount_point(agent.mount / "file") == str(agent.mount)
 
@@ -139,9 +139,9 @@ def test_files_of_a_remote_server_are_read_and_written(
                     assert application.read((fd, 0, 0, MIB)) == [-errno.EREMOTEIO]
                 usrbio.deregister_fd(fd)
         assert agent.process.returncode == 0, agent.error_output
-    original = pattern.payload(MIB, seed=4)
-    written = pattern.payload(64 * KIB, seed=5, offset_bytes=4097)
-    assert (store / "file").read_bytes() == original[:4097] + written + original[4097 + 64 * KIB :]
+    original_bytes = pattern.payload(MIB, seed=4)
+    written_bytes = pattern.payload(64 * KIB, seed=5, offset_bytes=4097)
+    assert (store / "file").read_bytes() == original_bytes[:4097] + written_bytes + original_bytes[4097 + 64 * KIB :]
 
 
 def test_agent_ends_although_its_server_was_killed(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -156,16 +156,16 @@ def test_agent_ends_although_its_server_was_killed(folders: tuple[Path, Path], t
 
 
 def test_symbolic_link_is_a_publication(agent: AgentProcess, registered_fd: int) -> None:
-    published = agent.mount / "3fs-virt" / "iovs"
+    links_folder = agent.mount / "3fs-virt" / "iovs"
     with contextlib.closing(SharedBlock(64 * KIB)) as shm:
         with usrbio.make_iovec(shm, str(agent.mount)) as iov, usrbio.make_ioring(str(agent.mount), 4) as ring:
-            assert (published / iov.id).readlink() == shm.path
-            completed = (
+            assert (links_folder / iov.id).readlink() == shm.path
+            completed_slices = (
                 ring.prepare(iov[:], read=True, fd=registered_fd, off=0).submit().wait(min_results=1, timeout=TIMEOUT)
             )
-            assert [iov_slice.result for iov_slice in completed] == [64 * KIB]
+            assert [iov_slice.result for iov_slice in completed_slices] == [64 * KIB]
             pattern.check(bytes(shm.buf), seed=1)
-        assert iov.id not in {link.name for link in published.iterdir()}
+        assert iov.id not in {link.name for link in links_folder.iterdir()}
 
 
 def test_shared_memory_is_closed_before_its_iovec(agent: AgentProcess, registered_fd: int) -> None:
@@ -175,14 +175,14 @@ def test_shared_memory_is_closed_before_its_iovec(agent: AgentProcess, registere
         ring.prepare(iov[:], read=True, fd=registered_fd, off=0)
         with pytest.raises(BufferError):
             shm.buf.release()  # The operation is outstanding.
-        (completed,) = ring.submit().wait(min_results=1, timeout=TIMEOUT)
-        with memoryview(completed), pytest.raises(BufferError):
+        (completed_slice,) = ring.submit().wait(min_results=1, timeout=TIMEOUT)
+        with memoryview(completed_slice), pytest.raises(BufferError):
             shm.buf.release()
         pattern.check(bytes(shm.buf), seed=1)
     with pytest.raises(BufferError, match="released"):
-        memoryview(completed)
+        memoryview(completed_slice)
     iov.close()
-    assert completed.result == 64 * KIB
+    assert completed_slice.result == 64 * KIB
 
 
 def test_released_memory_has_no_more_operations(agent: AgentProcess, registered_fd: int) -> None:
@@ -300,7 +300,7 @@ def test_agent_ends_although_a_container_has_its_mount(folders: tuple[Path, Path
 
 def test_mount_of_a_killed_agent_is_replaced(folders: tuple[Path, Path]) -> None:
     with start_agent(folders) as killed_agent:
-        semaphores = submit_semaphores(folders[0])
+        semaphores = list_submit_semaphores(folders[0])
         killed_agent.kill()
     assert is_mounted(folders[0])
     with start_agent(folders) as next_agent:

@@ -49,9 +49,9 @@ def test_close_after_a_failed_unmount_unmounts(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, *(str(tmp_path / name) for name in ("mount", "store", "empty"))]
     completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert completed.returncode == 0, completed.stderr
-    closes = json.loads(completed.stdout)
-    assert closes["first"] == ["umount", "busy", True]
-    assert closes["second"] == [False, []]
+    close_results = json.loads(completed.stdout)
+    assert close_results["first"] == ["umount", "busy", True]
+    assert close_results["second"] == [False, []]
 
 
 @pytest.mark.parametrize("given", [("store", "server"), ()], ids=["both", "neither"])

@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic(), verbs.dmabuf_region, cuda_needs.device(), cuda_needs.dmabuf_export)
 
 POOL_BYTES = 64 * MIB
-LONG_MS = 10 * 60 * 1000
-IOVS = 10_000
+LONG_IDLE_MS = 10 * 60 * 1000
+IOV_COUNT = 10_000
 REGISTRATIONS_MAX = 32
 
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
     """Set the limits of the pool of this process, yield a running agent, and free the idle memory of the pool."""
-    usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES, idle_ms_max=LONG_MS)
+    usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES, idle_ms_max=LONG_IDLE_MS)
     with AgentProcess(tmp_path) as agent_process:
         yield agent_process
         usrbio.trim_gpu_pool()
@@ -59,7 +59,7 @@ def device() -> Iterator[cuda.Device]:
         yield opened_device
 
 
-def contents(device: cuda.Device, iov: Iovec) -> bytes:
+def read_contents(device: cuda.Device, iov: Iovec) -> bytes:
     with cuda.borrow(device, iov.address, length_bytes=len(iov)) as memory:
         return memory.read(offset_bytes=0, length_bytes=len(iov))
 
@@ -69,12 +69,12 @@ def fill(device: cuda.Device, iov: Iovec, byte: int) -> None:
         memory.write(bytes([byte]) * len(iov), offset_bytes=0)
 
 
-def links(mount: Path) -> set[str]:
+def list_links(mount: Path) -> set[str]:
     """Return the names of the links of iovs."""
     return {entry.name for entry in (mount / "3fs-virt" / "iovs").iterdir() if not entry.name.startswith("submit-ios")}
 
 
-def client_process(mount: Path, count: int, seed: int, *options: str) -> subprocess.Popen[str]:
+def start_client_process(mount: Path, count: int, seed: int, *options: str) -> subprocess.Popen[str]:
     command = module_command("usrbio.pooled_client", mount, count, seed, *options)
     return subprocess.Popen(command, env=suites_environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -84,32 +84,34 @@ def client_process(mount: Path, count: int, seed: int, *options: str) -> subproc
 def test_iovs_of_mixed_sizes_need_few_registrations(tmp_path: Path, seed: int) -> None:
     # The agent is in this process, so that its calls can be counted here.
     with plain_agent(tmp_path, tmp_path) as agent:
-        before = read_call_counts(Api.VERBS).get("ibv_reg_dmabuf_mr", 0)
-        with client_process(tmp_path, IOVS, seed) as process:
+        registrations_before = read_call_counts(Api.VERBS).get("ibv_reg_dmabuf_mr", 0)
+        with start_client_process(tmp_path, IOV_COUNT, seed) as process:
             output, _ = process.communicate(timeout=500)
         assert process.returncode == 0
         statistics = json.loads(output)
-        assert 0 < read_call_counts(Api.VERBS)["ibv_reg_dmabuf_mr"] - before <= REGISTRATIONS_MAX, statistics
-        assert statistics["hits"] + statistics["misses"] == IOVS
+        assert 0 < read_call_counts(Api.VERBS)["ibv_reg_dmabuf_mr"] - registrations_before <= REGISTRATIONS_MAX, (
+            statistics
+        )
+        assert statistics["hits"] + statistics["misses"] == IOV_COUNT
         assert statistics["misses"] == agent.statistics()["registrations"]
-        assert links(tmp_path) == set()
+        assert list_links(tmp_path) == set()
 
 
 def test_next_iov_reuses_memory_with_zeros_and_another_id(agent: AgentProcess, device: cuda.Device) -> None:
-    before = usrbio.gpu_pool_statistics()
-    with usrbio.make_gpu_iovec(str(agent.mount), length_bytes=MIB) as first:
-        address, first_links = first.address, links(agent.mount)
-        fill(device, first, 0xA5)
-    assert links(agent.mount) == set()
+    statistics_before = usrbio.gpu_pool_statistics()
+    with usrbio.make_gpu_iovec(str(agent.mount), length_bytes=MIB) as first_iov:
+        address, first_links = first_iov.address, list_links(agent.mount)
+        fill(device, first_iov, 0xA5)
+    assert list_links(agent.mount) == set()
     assert usrbio.gpu_pool_statistics().idle_bytes == MIB
-    with usrbio.make_gpu_iovec(str(agent.mount), length_bytes=MIB - 4097) as second:
-        assert second.address == address
-        assert not links(agent.mount) & first_links
-        assert contents(device, second) == bytes(MIB - 4097)
+    with usrbio.make_gpu_iovec(str(agent.mount), length_bytes=MIB - 4097) as second_iov:
+        assert second_iov.address == address
+        assert not list_links(agent.mount) & first_links
+        assert read_contents(device, second_iov) == bytes(MIB - 4097)
         statistics = usrbio.gpu_pool_statistics()
         assert (statistics.idle_blocks, statistics.in_use_bytes) == (0, MIB)
-    assert statistics.hits - before.hits == 1
-    assert statistics.misses - before.misses == 1
+    assert statistics.hits - statistics_before.hits == 1
+    assert statistics.misses - statistics_before.misses == 1
 
 
 def test_file_is_read_into_a_part_of_reused_memory(agent: AgentProcess, device: cuda.Device, seed: int) -> None:
@@ -122,15 +124,15 @@ def test_file_is_read_into_a_part_of_reused_memory(agent: AgentProcess, device: 
         usrbio.register_fd(file.fileno())
         stack.callback(usrbio.deregister_fd, file.fileno())
         ring.prepare(iov[: 600 * KIB], True, file.fileno(), 4097)  # noqa: FBT003 - as in programs for 3FS.
-        (completed,) = ring.submit().wait(min_results=1)
-        assert completed.result == 600 * KIB
-        pattern.check(contents(device, iov), seed=seed, offset_bytes=4097)
+        (completed_slice,) = ring.submit().wait(min_results=1)
+        assert completed_slice.result == 600 * KIB
+        pattern.check(read_contents(device, iov), seed=seed, offset_bytes=4097)
 
 
 @pytest.mark.parametrize("method", ["open_gpu", "import"])
 def test_memory_of_a_borrowed_iov_is_not_reused(agent: AgentProcess, method: str) -> None:
     (agent.mount / "file").write_bytes(bytes(4096))
-    before = usrbio.gpu_pool_statistics()
+    statistics_before = usrbio.gpu_pool_statistics()
     with contextlib.ExitStack() as stack:
         iov = usrbio.make_gpu_iovec(str(agent.mount), length_bytes=MIB)
         stack.callback(iov.close)
@@ -140,7 +142,7 @@ def test_memory_of_a_borrowed_iov_is_not_reused(agent: AgentProcess, method: str
         iov.close()
         statistics = usrbio.gpu_pool_statistics()
         assert (statistics.idle_blocks, statistics.in_use_blocks) == (0, 0)
-        assert statistics.refused_blocks - before.refused_blocks == 1
+        assert statistics.refused_blocks - statistics_before.refused_blocks == 1
         borrower.close()
 
 
@@ -152,7 +154,7 @@ def test_exported_memory_is_not_reused(agent: AgentProcess) -> None:
 
 def test_killed_client_leaves_no_registration(tmp_path: Path, seed: int) -> None:
     with plain_agent(tmp_path, tmp_path) as agent:
-        with client_process(tmp_path, 20, seed, "--hold") as process:
+        with start_client_process(tmp_path, 20, seed, "--hold") as process:
             assert process.stdout is not None
             assert json.loads(process.stdout.readline())["idle_blocks"] == live()["registration"]
             process.kill()
@@ -161,7 +163,7 @@ def test_killed_client_leaves_no_registration(tmp_path: Path, seed: int) -> None
 
 
 def test_trimming_ends_the_registration_first(tmp_path: Path, seed: int) -> None:
-    with plain_agent(tmp_path, tmp_path), client_process(tmp_path, 20, seed, "--hold") as process:
+    with plain_agent(tmp_path, tmp_path), start_client_process(tmp_path, 20, seed, "--hold") as process:
         assert process.stdout is not None
         assert process.stdin is not None
         assert json.loads(process.stdout.readline())["idle_blocks"] == live()["registration"]
@@ -172,7 +174,7 @@ def test_trimming_ends_the_registration_first(tmp_path: Path, seed: int) -> None
 
 def test_idle_time_and_limit_free_the_longest_idle(agent: AgentProcess) -> None:
     mount = str(agent.mount)
-    before = usrbio.gpu_pool_statistics().trimmed_blocks
+    trimmed_before = usrbio.gpu_pool_statistics().trimmed_blocks
     iovs = [usrbio.make_gpu_iovec(mount, length_bytes=length_bytes) for length_bytes in (MIB, 256 * KIB, 8 * MIB)]
     for iov in iovs:
         iov.close()
@@ -182,26 +184,26 @@ def test_idle_time_and_limit_free_the_longest_idle(agent: AgentProcess) -> None:
     assert (statistics.idle_blocks, statistics.idle_bytes) == (1, 8 * MIB)
     usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES, idle_ms_max=20)
     wait_until(lambda: usrbio.gpu_pool_statistics().idle_blocks == 0, "no block is idle", timeout_s=30)
-    assert usrbio.gpu_pool_statistics().trimmed_blocks - before == 3
+    assert usrbio.gpu_pool_statistics().trimmed_blocks - trimmed_before == 3
 
 
 def test_limit_of_zero_turns_the_pool_off(agent: AgentProcess) -> None:
     usrbio.limit_gpu_pool(idle_bytes_max=0)
-    before = usrbio.gpu_pool_statistics()
+    statistics_before = usrbio.gpu_pool_statistics()
     for _ in range(2):
         usrbio.make_gpu_iovec(str(agent.mount), length_bytes=MIB).close()
-    assert usrbio.gpu_pool_statistics() == before
+    assert usrbio.gpu_pool_statistics() == statistics_before
 
 
 def test_idle_memory_of_an_ended_agent_is_not_reused(tmp_path: Path, device: cuda.Device) -> None:
-    usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES, idle_ms_max=LONG_MS)
+    usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES, idle_ms_max=LONG_IDLE_MS)
     with AgentProcess(tmp_path), usrbio.make_gpu_iovec(str(tmp_path), length_bytes=MIB) as iov:
         fill(device, iov, 1)
-    misses = usrbio.gpu_pool_statistics().misses
+    misses_before = usrbio.gpu_pool_statistics().misses
     with AgentProcess(tmp_path):
         with usrbio.make_gpu_iovec(str(tmp_path), length_bytes=MIB) as iov:
-            assert contents(device, iov) == bytes(MIB)
-        assert usrbio.gpu_pool_statistics().misses == misses + 1
+            assert read_contents(device, iov) == bytes(MIB)
+        assert usrbio.gpu_pool_statistics().misses == misses_before + 1
         usrbio.trim_gpu_pool()
     assert usrbio.gpu_pool_statistics().idle_blocks == 0
 
@@ -210,19 +212,19 @@ def test_threads_never_share_memory(agent: AgentProcess, device: cuda.Device) ->
     addresses: set[int] = set()
     lock = threading.Lock()
 
-    def use(index: int) -> None:
+    def use_iovs(index: int) -> None:
         for turn in range(20):
             with usrbio.make_gpu_iovec(str(agent.mount), length_bytes=(64 << (turn + index) % 3) * KIB) as iov:
                 with lock:
                     assert iov.address not in addresses
                     addresses.add(iov.address)
-                assert contents(device, iov)[:64] == bytes(64)
+                assert read_contents(device, iov)[:64] == bytes(64)
                 fill(device, iov, index + 1)
                 with lock:
                     addresses.remove(iov.address)
 
     with ThreadPoolExecutor(8) as threads:
-        for result in [threads.submit(use, index) for index in range(8)]:
+        for result in [threads.submit(use_iovs, index) for index in range(8)]:
             result.result()
     statistics = usrbio.gpu_pool_statistics()
     assert statistics.in_use_blocks == 0

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-OPERATIONS = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "4000"))
+OPERATION_COUNT = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "4000"))
 # The limit suits a busy machine: each attack ends the session with the server, and a new session takes some 30 ms.
-TIMEOUT_S = 120 + OPERATIONS / 100
+TIMEOUT_S = 120 + OPERATION_COUNT / 100
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
@@ -49,7 +49,7 @@ def test_attack_by_shared_memory_hurts_no_other_client(
         try:
             assert attacker.stdout.readline() == "attacks\n"
             honest_client = subprocess.run(
-                module_command("usrbio.verifying_client", tmp_path, OPERATIONS),
+                module_command("usrbio.verifying_client", tmp_path, OPERATION_COUNT),
                 capture_output=True,
                 text=True,
                 check=False,
@@ -63,7 +63,7 @@ def test_attack_by_shared_memory_hurts_no_other_client(
         statistics = json.loads(honest_client.stdout)
         assert statistics["failed"] == {}
         assert statistics["wrong_bytes"] == 0
-        assert statistics["operations"] >= OPERATIONS
+        assert statistics["operations"] >= OPERATION_COUNT
         assert attacker.returncode == 0
         assert int(output.split()[-1]) > 0
         assert agent.terminate() == 0, agent.error_output

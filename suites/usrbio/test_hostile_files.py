@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.raw_usrbio import AgentProcess, RawClient
-from usrbio.user_processes import UserProcess, errno_of
+from usrbio.user_processes import UserProcess, catch_errno
 
 from gdrkit.harness.needs import host, needs, verbs
 from gdrkit.usrbio.agent.agent_error import AgentError
@@ -29,17 +29,17 @@ _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 
 @contextlib.contextmanager
-def leased_file(path: Path) -> Iterator[int]:
+def open_leased_file(path: Path) -> Iterator[int]:
     """Create a file with a lease for writing, which this process never gives up, and yield its descriptor."""
     path.write_bytes(bytes(4096))
-    previous = signal.signal(signal.SIGIO, signal.SIG_IGN)  # The kernel sends SIGIO to the holder of the lease.
+    previous_handler = signal.signal(signal.SIGIO, signal.SIG_IGN)  # The kernel sends SIGIO to the holder of the lease.
     fd = os.open(path, os.O_RDWR)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         yield fd
     finally:
         os.close(fd)
-        signal.signal(signal.SIGIO, previous)
+        signal.signal(signal.SIGIO, previous_handler)
 
 
 @needs(verbs.nic())
@@ -47,15 +47,17 @@ def test_file_with_a_lease_stops_no_other_client(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(4096))
     with (
         AgentProcess(tmp_path),
-        RawClient(tmp_path) as hostile,
-        RawClient(tmp_path) as honest,
-        leased_file(tmp_path / "leased") as leased_fd,
+        RawClient(tmp_path) as hostile_client,
+        RawClient(tmp_path) as honest_client,
+        open_leased_file(tmp_path / "leased") as leased_fd,
         (tmp_path / "file").open("rb") as file,
     ):
         refusals: list[int] = []
-        thread = threading.Thread(target=lambda: refusals.append(errno_of(lambda: hostile.register_file(leased_fd))))
+        thread = threading.Thread(
+            target=lambda: refusals.append(catch_errno(lambda: hostile_client.register_file(leased_fd)))
+        )
         thread.start()
-        assert honest.register_file(file.fileno())
+        assert honest_client.register_file(file.fileno())
         thread.join()
         assert refusals == [errno.EAGAIN]
 

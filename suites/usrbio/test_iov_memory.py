@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 
-def mapped_bytes(process_id: int | str) -> int:
+def read_mapped_bytes(process_id: int | str) -> int:
     """Return the bytes of address space that a process has mapped."""
-    fields = Path(f"/proc/{process_id}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in fields if line.startswith("VmSize:"))
+    status_lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status_lines if line.startswith("VmSize:"))
 
 
 def ignore_block(_block: memoryview, _offset_bytes: int) -> None:
@@ -48,12 +48,12 @@ def test_read_file_leaves_little_memory_mapped(tmp_path: Path, evidence: Evidenc
     with AgentProcess(tmp_path) as agent:
         # The first call starts threads, whose stacks stay mapped.
         usrbio.read_file(path, str(tmp_path), block_size=MIB, cb=ignore_block)
-        before_bytes = {process: mapped_bytes(process) for process in ("self", agent.process.pid)}
+        before_bytes = {process: read_mapped_bytes(process) for process in ("self", agent.process.pid)}
         for _ in range(8):
             assert usrbio.read_file(path, str(tmp_path), block_size=64 * MIB, cb=ignore_block) is None
-        added = [mapped_bytes(process) - size_bytes for process, size_bytes in before_bytes.items()]
-        evidence["added_bytes"] = added
-        assert max(added) < 64 * MIB
+        added_bytes = [read_mapped_bytes(process) - size_bytes for process, size_bytes in before_bytes.items()]
+        evidence["added_bytes"] = added_bytes
+        assert max(added_bytes) < 64 * MIB
         assert agent.terminate() == 0, agent.error_output
 
 
@@ -146,7 +146,7 @@ def test_idle_memory_is_freed_by_trim_host_pool(tmp_path: Path) -> None:
 
 def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "input").write_bytes(pattern.payload(64 * KIB, seed=2))
-    records = tmp_path / "3fs-virt" / "publications"
+    records_folder = tmp_path / "3fs-virt" / "publications"
     with (
         AgentProcess(tmp_path) as agent,
         RawClient(tmp_path) as client,
@@ -157,7 +157,7 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
         client.publish_ring(ring)
         inode = client.register_file(file.fileno())
 
-        def result_of(iov_id: bytes) -> int:
+        def read_result(iov_id: bytes) -> int:
             ring.prepare(iov_id, inode=inode, length=4 * KIB)
             ring.submit()
             return ring.wait(1)[0][1]
@@ -165,11 +165,11 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
         for _ in range(2):
             client.publish_iov(iov)
             assert unpublish_and_keep(client, iov.name()) == 1
-            assert {path.name for path in records.iterdir()} == {ring.link, iov.name()}
+            assert {path.name for path in records_folder.iterdir()} == {ring.link, iov.name()}
         next_id = uuid.uuid4()
         client.publish(str(next_id), str(iov.path))
-        assert {path.name for path in records.iterdir()} == {ring.link, str(next_id)}
-        assert (result_of(next_id.bytes), result_of(iov.id.bytes)) == (4 * KIB, -errno.EACCES)
+        assert {path.name for path in records_folder.iterdir()} == {ring.link, str(next_id)}
+        assert (read_result(next_id.bytes), read_result(iov.id.bytes)) == (4 * KIB, -errno.EACCES)
         pattern.check(iov.memory[: 4 * KIB], seed=2)
         with RawClient(tmp_path) as borrower:
             request = protocol.PublishRequest(str(next_id), str(iov.path), b"")
@@ -177,19 +177,19 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
         # The agent does not keep memory that another client borrowed. It removes the file in /dev/shm.
         assert unpublish_and_keep(client, str(next_id)) == 0
         assert not iov.path.exists()
-        with contextlib.closing(RawIov(MIB)) as second:
-            client.publish_iov(second)
-            assert unpublish_and_keep(client, second.name()) == 1
-            client.request(AgentRequest.DROP_KEPT, protocol.pack_number(0), [second.fd])
-            assert not second.path.exists()
+        with contextlib.closing(RawIov(MIB)) as second_iov:
+            client.publish_iov(second_iov)
+            assert unpublish_and_keep(client, second_iov.name()) == 1
+            client.request(AgentRequest.DROP_KEPT, protocol.pack_number(0), [second_iov.fd])
+            assert not second_iov.path.exists()
             with pytest.raises(Refusal, check=lambda error: error.errno == errno.ENOENT):
-                client.request(AgentRequest.DROP_KEPT, protocol.pack_number(0), [second.fd])
-        with contextlib.closing(RawIov(MIB)) as third:
-            client.publish_iov(third)
-            client.publish(str(uuid.uuid4()), str(third.path))
+                client.request(AgentRequest.DROP_KEPT, protocol.pack_number(0), [second_iov.fd])
+        with contextlib.closing(RawIov(MIB)) as third_iov:
+            client.publish_iov(third_iov)
+            client.publish(str(uuid.uuid4()), str(third_iov.path))
             # Memory that has a second publication is not kept.
-            assert unpublish_and_keep(client, third.name()) == 0
-        assert len(list(records.iterdir())) == 2  # The ring, and the second publication.
+            assert unpublish_and_keep(client, third_iov.name()) == 0
+        assert len(list(records_folder.iterdir())) == 2  # The ring, and the second publication.
         assert agent.terminate() == 0, agent.error_output
         assert agent.statistics["registrations"] == 4
 
@@ -205,25 +205,25 @@ def test_kept_memory_is_dropped_if_registration_fails(tmp_path: Path) -> None:
         plain_agent(tmp_path, tmp_path),
         RawClient(tmp_path) as first_client,
         RawClient(tmp_path) as second_client,
-        contextlib.closing(RawIov(MIB)) as first,
-        contextlib.closing(RawIov(MIB)) as second,
+        contextlib.closing(RawIov(MIB)) as first_iov,
+        contextlib.closing(RawIov(MIB)) as second_iov,
     ):
-        first_client.publish_iov(first)
-        assert unpublish_and_keep(first_client, first.name()) == 1
+        first_client.publish_iov(first_iov)
+        assert unpublish_and_keep(first_client, first_iov.name()) == 1
         # RLIMIT_MEMLOCK is exceeded.
         with inject_faults(Api.VERBS, "ibv_reg_mr call=1 errno=ENOMEM"):
-            second_client.publish_iov(second)
-        assert not first.path.exists()
+            second_client.publish_iov(second_iov)
+        assert not first_iov.path.exists()
 
 
 def test_late_bytes_do_not_reach_the_next_iov(tmp_path: Path) -> None:
-    reads, length_bytes = 32, 128 * KIB
-    (tmp_path / "input").write_bytes(b"x" * reads * length_bytes)
+    read_count, length_bytes = 32, 128 * KIB
+    (tmp_path / "input").write_bytes(b"x" * read_count * length_bytes)
     with (
         AgentProcess(tmp_path) as agent,
         RawClient(tmp_path) as client,
-        contextlib.closing(RawIov(reads * length_bytes)) as iov,
-        contextlib.closing(RawRing(reads, for_read=True)) as ring,
+        contextlib.closing(RawIov(read_count * length_bytes)) as iov,
+        contextlib.closing(RawRing(read_count, for_read=True)) as ring,
         (tmp_path / "input").open("rb") as file,
     ):
         client.publish_ring(ring)
@@ -233,7 +233,7 @@ def test_late_bytes_do_not_reach_the_next_iov(tmp_path: Path) -> None:
         for _ in range(20):
             iov_id = uuid.uuid4()
             client.publish(str(iov_id), str(iov.path))
-            for offset_bytes in range(0, reads * length_bytes, length_bytes):
+            for offset_bytes in range(0, read_count * length_bytes, length_bytes):
                 ring.prepare(
                     iov_id.bytes,
                     inode=inode,
@@ -242,11 +242,11 @@ def test_late_bytes_do_not_reach_the_next_iov(tmp_path: Path) -> None:
                     file_offset=offset_bytes,
                 )
             ring.submit()
-            # After the first read, others are in flight or have not begun.
+            # After the first read, other reads are in flight or have not begun.
             completions = ring.wait(1)
             assert unpublish_and_keep(client, str(iov_id)) == 1
             iov.memory[:] = zeros
-            completions += ring.wait(reads - 1)
+            completions += ring.wait(read_count - 1)
             assert iov.memory[:] == zeros
             results |= {result for _, result, _ in completions}
         assert results <= {length_bytes, -errno.EACCES}

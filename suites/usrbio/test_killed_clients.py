@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from support.processes import open_files, wait_until
 from support.python_child import module_command, suites_environ
-from support.raw_usrbio import AgentProcess, shared_memory_files
+from support.raw_usrbio import AgentProcess, list_shared_memory_files
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-KILLED_CLIENTS = int(os.environ.get("GDRKIT_KILLED_CLIENTS", "2000"))
+KILLED_CLIENT_COUNT = int(os.environ.get("GDRKIT_KILLED_CLIENTS", "2000"))
 # The first clients start the agent's threads, fill malloc's arenas and grow Python's tables to the size that they keep.
-WARM_UP_CLIENTS = 200
+WARM_UP_CLIENT_COUNT = 200
 GROWTH_KIB_MAX = 2048
-TIMEOUT_S = 60 + KILLED_CLIENTS / 10
+TIMEOUT_S = 60 + KILLED_CLIENT_COUNT / 10
 
 
 class ResourceCounts(NamedTuple):
@@ -37,7 +37,7 @@ class ResourceCounts(NamedTuple):
     links: int
 
 
-def resident_kib(process_id: int) -> int:
+def read_resident_kib(process_id: int) -> int:
     """Return the resident memory of a process in KiB."""
     status = Path(f"/proc/{process_id}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
@@ -48,7 +48,7 @@ def count_resources(agent: AgentProcess) -> ResourceCounts:
     return ResourceCounts(
         descriptors=len(open_files(process_id)),
         threads=len(list(Path(f"/proc/{process_id}/task").iterdir())),
-        shared=len(shared_memory_files(agent.mount)),
+        shared=len(list_shared_memory_files(agent.mount)),
         links=len(list((agent.mount / "3fs-virt" / "iovs").iterdir())),
     )
 
@@ -64,15 +64,15 @@ def test_agent_does_not_grow_by_killed_clients(tmp_path: Path, seed: int, eviden
     (tmp_path / "input").write_bytes(pattern.payload(MIB, seed=seed))
     with AgentProcess(tmp_path) as agent:
         link_count = count_resources(agent).links
-        kill_clients(agent, WARM_UP_CLIENTS)
+        kill_clients(agent, WARM_UP_CLIENT_COUNT)
         wait_until(
             lambda: count_resources(agent).links == link_count,
             "the links of the first clients are removed",
             timeout_s=60,
         )
         idle_counts = count_resources(agent)
-        before_kib = resident_kib(agent.process.pid)
-        kill_clients(agent, KILLED_CLIENTS)
+        before_kib = read_resident_kib(agent.process.pid)
+        kill_clients(agent, KILLED_CLIENT_COUNT)
         # The counts may be lower: in `idle_counts`, the thread of the last client may have been about to end.
         wait_until(
             lambda: all(
@@ -81,9 +81,9 @@ def test_agent_does_not_grow_by_killed_clients(tmp_path: Path, seed: int, eviden
             "the resources of the killed clients are released",
             timeout_s=60,
         )
-        grown_kib = resident_kib(agent.process.pid) - before_kib
+        grown_kib = read_resident_kib(agent.process.pid) - before_kib
         assert agent.terminate() == 0, agent.error_output
-    evidence.number("killed_clients_count", KILLED_CLIENTS)
+    evidence.number("killed_clients_count", KILLED_CLIENT_COUNT)
     evidence.number("resident_before_kib", before_kib)
     evidence.number("resident_growth_kib", grown_kib)
     evidence["held_before"] = idle_counts._asdict()

@@ -24,8 +24,8 @@ FILE_BYTES = 64 * KIB
 
 
 @contextlib.contextmanager
-def application_of(mount: Path, memory_kind: str = "host") -> Iterator[tuple[Application, int]]:
-    """Start an application on a mount. Yield it, and a descriptor of the registered file ``file`` of the mount."""
+def start_application(mount: Path, memory_kind: str = "host") -> Iterator[tuple[Application, int]]:
+    """Start an application on a mount. Yield it, and the registered descriptor of the file ``file``."""
     fd = os.open(mount / "file", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         usrbio.register_fd(fd)
@@ -54,7 +54,7 @@ def test_cached_bytes_are_read_by_the_agent(tmp_path: Path, seed: int, options: 
     store.mkdir()
     mount.mkdir(exist_ok=True)
     (store / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
-    with AgentProcess(mount, "--store", str(store), *options) as agent, application_of(mount) as (application, fd):
+    with AgentProcess(mount, "--store", str(store), *options) as agent, start_application(mount) as (application, fd):
         assert application.read((fd, 0, 0, FILE_BYTES), (fd, 8, FILE_BYTES - 8, 100)) == [FILE_BYTES, 8]
         application.check(16, FILE_BYTES - 16, seed=seed, file_offset=16)
     assert agent.statistics["local_reads"] == agent.statistics["operations"] == 2
@@ -62,7 +62,7 @@ def test_cached_bytes_are_read_by_the_agent(tmp_path: Path, seed: int, options: 
 
 def test_server_reads_if_local_reads_are_off(tmp_path: Path, seed: int) -> None:
     (tmp_path / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
-    with AgentProcess(tmp_path, "--no-local-reads") as agent, application_of(tmp_path) as (application, fd):
+    with AgentProcess(tmp_path, "--no-local-reads") as agent, start_application(tmp_path) as (application, fd):
         assert application.read((fd, 0, 0, FILE_BYTES)) == [FILE_BYTES]
     assert (agent.statistics["local_reads"], agent.statistics["operations"]) == (0, 1)
 
@@ -70,15 +70,15 @@ def test_server_reads_if_local_reads_are_off(tmp_path: Path, seed: int) -> None:
 @needs(verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
 def test_server_reads_into_device_memory(tmp_path: Path, seed: int) -> None:
     (tmp_path / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
-    with AgentProcess(tmp_path) as agent, application_of(tmp_path, "device") as (application, fd):
+    with AgentProcess(tmp_path) as agent, start_application(tmp_path, "device") as (application, fd):
         assert application.read((fd, 0, 0, FILE_BYTES)) == [FILE_BYTES]
         application.check(0, FILE_BYTES, seed=seed, file_offset=0)
     assert agent.statistics["local_reads"] == 0
 
 
 def test_corrupt_cached_bytes_are_not_returned(tmp_path: Path, seed: int) -> None:
-    with AgentProcess(tmp_path) as agent, application_of(tmp_path) as (application, fd):
-        # Before the first write, the file has no checksums. The agent must notice the new ones.
+    with AgentProcess(tmp_path) as agent, start_application(tmp_path) as (application, fd):
+        # Before the first write, the file has no checksums. The agent must notice the new checksums.
         assert application.read((fd, 0, 0, FILE_BYTES)) == [0]
         application.write_pattern(0, FILE_BYTES, seed=seed, file_offset=0)
         assert application.write((fd, 0, 0, FILE_BYTES)) == [FILE_BYTES]
@@ -91,7 +91,7 @@ def test_corrupt_cached_bytes_are_not_returned(tmp_path: Path, seed: int) -> Non
 
 
 def test_changes_of_other_programs_are_read(tmp_path: Path, seed: int) -> None:
-    with AgentProcess(tmp_path), application_of(tmp_path) as (application, fd):
+    with AgentProcess(tmp_path), start_application(tmp_path) as (application, fd):
         application.write_pattern(0, FILE_BYTES, seed=seed, file_offset=0)
         assert application.write((fd, 0, 0, FILE_BYTES)) == [FILE_BYTES]
         os.pwrite(fd, pattern.payload(FILE_BYTES, seed=seed + 1), 0)

@@ -46,8 +46,8 @@ with open(path, "rb") as file, usrbio.make_ioring(mount, 4, for_read=True) as ri
 _LINE = re.compile(r"hf3fs_usrbio (DBG|INFO|WARN|ERR): (.+)")
 
 
-def logged(mount: Path, path: Path, level: str | None, *, memory_kind: str = "host") -> list[tuple[str, str]]:
-    """Run the program, and return level and text of each line that the library logged. Refuse any other line."""
+def run_and_read_log(mount: Path, path: Path, level: str | None, *, memory_kind: str = "host") -> list[tuple[str, str]]:
+    """Run the program, and return level and text of each line that the library logged. Fail on any other line."""
     environ = {name: value for name, value in os.environ.items() if name != "HF3FS_USRBIO_LIB_LOG"}
     environ |= {} if level is None else {"HF3FS_USRBIO_LIB_LOG": level}
     command = [sys.executable, "-c", PROGRAM, str(mount), str(path), memory_kind]
@@ -58,7 +58,7 @@ def logged(mount: Path, path: Path, level: str | None, *, memory_kind: str = "ho
     return [(line[1], line[2]) for line in lines if line]
 
 
-def texts(lines: list[tuple[str, str]], level: str) -> str:
+def join_texts(lines: list[tuple[str, str]], level: str) -> str:
     """Return the texts of one level, with UUIDs and addresses replaced."""
     text = "\n".join(text for line_level, text in lines if line_level == level)
     text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", text)
@@ -74,15 +74,15 @@ def agent_file(tmp_path: Path, seed: int) -> Path:
 @pytest.mark.parametrize("level", [None, "OFF", "ERR", "WARN", "nonsense"])
 def test_program_without_failures_logs_nothing_by_default(agent_file: Path, level: str | None) -> None:
     with AgentProcess(agent_file.parent):
-        assert logged(agent_file.parent, agent_file, level) == []
+        assert run_and_read_log(agent_file.parent, agent_file, level) == []
 
 
 def test_info_says_what_was_created_and_by_which_route(agent_file: Path) -> None:
     mount = agent_file.parent
     with AgentProcess(mount):
-        lines = logged(mount, agent_file, "INFO")
+        lines = run_and_read_log(mount, agent_file, "INFO")
     assert {level for level, _text in lines} == {"INFO"}
-    info_lines = texts(lines, "INFO")
+    info_lines = join_texts(lines, "INFO")
     assert f"connected to the agent of {mount}" in info_lines
     assert f"published UUID to the agent of {mount}, with 1 descriptor" in info_lines
     assert f"created iov UUID: {READ_BYTES} bytes of shared memory" in info_lines
@@ -96,7 +96,7 @@ def test_info_says_what_was_created_and_by_which_route(agent_file: Path) -> None
 @needs(verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
 def test_info_names_the_route_of_device_memory(agent_file: Path) -> None:
     with AgentProcess(agent_file.parent):
-        info_lines = texts(logged(agent_file.parent, agent_file, "INFO", memory_kind="device"), "INFO")
+        info_lines = join_texts(run_and_read_log(agent_file.parent, agent_file, "INFO", memory_kind="device"), "INFO")
     assert re.search(
         r"^UUID\.gdr\.d0 goes to the agent by a dma-buf of \d+ bytes, at offset \d+$", info_lines, re.MULTILINE
     )
@@ -106,14 +106,14 @@ def test_info_names_the_route_of_device_memory(agent_file: Path) -> None:
 
 def test_debug_shows_each_operation(agent_file: Path) -> None:
     with AgentProcess(agent_file.parent):
-        lines = logged(agent_file.parent, agent_file, "DBG")
+        lines = run_and_read_log(agent_file.parent, agent_file, "DBG")
     assert {level for level, _text in lines} == {"INFO", "DBG"}
-    prepared, submitted, completed, refused = texts(lines, "DBG").splitlines()
-    operation = rf"ring ADDRESS: read {READ_BYTES} bytes at offset %s of descriptor \d+, memory ADDRESS: %s"
-    assert re.fullmatch(operation % ("4096", r"entry \d+"), prepared)
-    assert re.fullmatch(r"ring ADDRESS: submitted; the agent (slept and was woken|is awake)", submitted)
-    assert re.fullmatch(rf"ring ADDRESS: entry \d+ completed: {READ_BYTES}", completed)
-    assert re.fullmatch(operation % ("0", "refused with -9"), refused)
+    prepared_line, submitted_line, completed_line, refused_line = join_texts(lines, "DBG").splitlines()
+    operation_pattern = rf"ring ADDRESS: read {READ_BYTES} bytes at offset %s of descriptor \d+, memory ADDRESS: %s"
+    assert re.fullmatch(operation_pattern % ("4096", r"entry \d+"), prepared_line)
+    assert re.fullmatch(r"ring ADDRESS: submitted; the agent (slept and was woken|is awake)", submitted_line)
+    assert re.fullmatch(rf"ring ADDRESS: entry \d+ completed: {READ_BYTES}", completed_line)
+    assert re.fullmatch(operation_pattern % ("0", "refused with -9"), refused_line)
 
 
 def test_failed_call_is_logged_as_an_error(agent_file: Path) -> None:

@@ -30,7 +30,7 @@ SEMAPHORE_LINKS = ["submit-ios.ph", "submit-ios", "submit-ios.pl"]
 OTHER_UID = os.geteuid() + 1
 
 
-def errno_of(call: Callable[[], object]) -> int:
+def catch_errno(call: Callable[[], object]) -> int:
     """Return the errno of the AgentError that a call raises."""
     with pytest.raises(AgentError) as error:
         call()
@@ -56,17 +56,17 @@ def links(tmp_path: Path) -> Iterator[LinkFolder]:
         yield LinkFolder(links_folder, records_folder)
 
 
-def identity_of(process_id: int) -> ProcessIdentity:
+def get_identity(process_id: int) -> ProcessIdentity:
     """Return the identity of a running process."""
     identity = process_identity(process_id)
     assert identity is not None
     return identity
 
 
-def ended_process() -> ProcessIdentity:
+def get_identity_of_ended_process() -> ProcessIdentity:
     """Return the identity of a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        return identity_of(child.pid)
+        return get_identity(child.pid)
 
 
 def open_unnamed_file(folder: Path = SHM_FOLDER, *, length_bytes: int = 1, flags: int = os.O_RDWR) -> int:
@@ -173,20 +173,20 @@ def test_agent_folder_that_is_not_empty_stays(tmp_path: Path) -> None:
 
 def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None:
     AgentMount(tmp_path).close()
-    virtual = tmp_path / "3fs-virt"
+    virtual_folder = tmp_path / "3fs-virt"
     semaphore = SHM_FOLDER / f"sem.hf3fs-submit-ios.{uuid.uuid4()}"
     semaphore.touch()
     other_file = tmp_path / "sem.hf3fs-submit-ios"
     other_file.touch()
     for name in ("agent.sock", "server.sock", "iovs/file"):
-        (virtual / name).touch()
-    (virtual / "iovs" / "submit-ios.ph").symlink_to(semaphore)
-    (virtual / "iovs" / "submit-ios").symlink_to(other_file)
-    (virtual / "iovs" / str(uuid.uuid4())).symlink_to(tmp_path)
+        (virtual_folder / name).touch()
+    (virtual_folder / "iovs" / "submit-ios.ph").symlink_to(semaphore)
+    (virtual_folder / "iovs" / "submit-ios").symlink_to(other_file)
+    (virtual_folder / "iovs" / str(uuid.uuid4())).symlink_to(tmp_path)
     with AgentMount(tmp_path) as mount:
-        assert sorted(entry.name for entry in (virtual / "iovs").iterdir()) == ["file", *sorted(SEMAPHORE_LINKS)]
+        assert sorted(entry.name for entry in (virtual_folder / "iovs").iterdir()) == ["file", *sorted(SEMAPHORE_LINKS)]
         assert not mount.socket_path.exists()
-        assert not (virtual / "server.sock").exists()
+        assert not (virtual_folder / "server.sock").exists()
         assert not semaphore.exists()
         assert other_file.exists()
 
@@ -194,7 +194,7 @@ def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None
 @pytest.mark.parametrize("case", ["removed", "another file", "owner runs", "other name"])
 def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, case: str) -> None:
     AgentMount(tmp_path).close()
-    owner = identity_of(os.getpid()) if case == "owner runs" else ended_process()
+    owner = get_identity(os.getpid()) if case == "owner runs" else get_identity_of_ended_process()
     status = memory.stat()
     shared_path = SHM_FOLDER / f"gdrkit-case-{uuid.uuid4()}" if case == "other name" else memory
     if shared_path != memory:
@@ -252,44 +252,44 @@ def test_shared_memory_is_opened_with_its_attributes(memory: Path) -> None:
     fd = shared.fd
     shared.close()
     assert not is_open(fd)
-    descriptors = list_open_descriptors()
+    descriptors_before = list_open_descriptors()
     shared.close()
-    assert list_open_descriptors() == descriptors
+    assert list_open_descriptors() == descriptors_before
 
 
 @pytest.mark.parametrize(
     "target", [f"{SHM_FOLDER}/", f"{SHM_FOLDER}/.", f"{SHM_FOLDER}/..", "/dev/x", "shm", f"{SHM_FOLDER}/a/b", ""]
 )
 def test_target_outside_of_dev_shm_is_einval(target: str) -> None:
-    assert errno_of(lambda: open_shared(target, uid=os.geteuid())) == errno.EINVAL
+    assert catch_errno(lambda: open_shared(target, uid=os.geteuid())) == errno.EINVAL
 
 
 def test_target_that_is_not_memory_is_refused(memory: Path) -> None:
-    descriptors = list_open_descriptors()
+    descriptors_before = list_open_descriptors()
 
-    def error_number() -> int:
-        return errno_of(lambda: open_shared(str(memory), uid=os.geteuid()))
+    def get_error_number() -> int:
+        return catch_errno(lambda: open_shared(str(memory), uid=os.geteuid()))
 
     memory.write_bytes(b"")
-    assert error_number() == errno.EINVAL
+    assert get_error_number() == errno.EINVAL
     memory.unlink()
-    assert error_number() == errno.ENOENT
+    assert get_error_number() == errno.ENOENT
     os.mkfifo(memory)
-    assert error_number() == errno.EINVAL
+    assert get_error_number() == errno.EINVAL
     memory.unlink()
     memory.symlink_to("/dev/null")
-    assert error_number() == errno.EINVAL
+    assert get_error_number() == errno.EINVAL
     memory.unlink()
     memory.mkdir()
-    assert error_number() == errno.EISDIR
+    assert get_error_number() == errno.EISDIR
     memory.rmdir()
-    assert list_open_descriptors() == descriptors
+    assert list_open_descriptors() == descriptors_before
 
 
 def test_memory_of_another_user_is_eacces(memory: Path) -> None:
-    descriptors = list_open_descriptors()
-    assert errno_of(lambda: open_shared(str(memory), uid=OTHER_UID)) == errno.EACCES
-    assert list_open_descriptors() == descriptors
+    descriptors_before = list_open_descriptors()
+    assert catch_errno(lambda: open_shared(str(memory), uid=OTHER_UID)) == errno.EACCES
+    assert list_open_descriptors() == descriptors_before
 
 
 def test_only_the_same_memory_of_an_iov_is_removed(memory: Path) -> None:
@@ -320,7 +320,7 @@ def test_unnamed_memory_gets_its_name(memory: Path) -> None:
 
 def test_name_of_unnamed_memory_must_be_free(memory: Path) -> None:
     shared = adopt_unnamed(str(memory), open_unnamed_file(), uid=os.geteuid())
-    assert errno_of(shared.give_name) == errno.EEXIST
+    assert catch_errno(shared.give_name) == errno.EEXIST
     shared.close()
     assert memory.read_bytes() == b"x"
 
@@ -348,7 +348,7 @@ def test_descriptor_of_other_memory_is_closed(tmp_path: Path, memory: Path, faul
         folder = tmp_path if fault == "other file system" else SHM_FOLDER
         descriptor = open_unnamed_file(folder, length_bytes=int(fault != "empty"), flags=flags)
     uid = OTHER_UID if fault == "user" else os.geteuid()
-    assert errno_of(lambda: adopt_unnamed(target, descriptor, uid=uid)) == expected_errno
+    assert catch_errno(lambda: adopt_unnamed(target, descriptor, uid=uid)) == expected_errno
     assert not is_open(descriptor)
 
 
@@ -359,7 +359,7 @@ def test_existing_link_with_the_same_target_is_used(links: LinkFolder, tmp_path:
     links.add("name", "gdr://target", owner=None, shared=None)
     links.add("name", "gdr://target", owner=None, shared=None)
     assert os.readlink(tmp_path / "links" / "name") == "gdr://target"  # noqa: PTH115 - a Path would merge the slashes.
-    assert errno_of(lambda: links.add("name", "other", owner=None, shared=None)) == errno.EEXIST
+    assert catch_errno(lambda: links.add("name", "other", owner=None, shared=None)) == errno.EEXIST
     assert os.readlink(tmp_path / "links" / "name") == "gdr://target"  # noqa: PTH115 - a Path would merge the slashes.
     links.remove("name", "other")
     assert (tmp_path / "links" / "name").is_symlink()
@@ -368,11 +368,11 @@ def test_existing_link_with_the_same_target_is_used(links: LinkFolder, tmp_path:
 
 
 def test_failed_link_has_the_errno_of_the_kernel(links: LinkFolder) -> None:
-    assert errno_of(lambda: links.add("a/b", "target", owner=None, shared=None)) == errno.ENOENT
+    assert catch_errno(lambda: links.add("a/b", "target", owner=None, shared=None)) == errno.ENOENT
 
 
 def test_record_names_the_owner_of_a_link(links: LinkFolder, tmp_path: Path, memory: Path) -> None:
-    owner = identity_of(os.getpid())
+    owner = get_identity(os.getpid())
     shared = open_shared(str(memory), uid=os.geteuid())
     links.add("name", str(memory), owner=owner, shared=shared)
     status = memory.stat()
@@ -395,8 +395,8 @@ def test_refused_link_leaves_no_record_and_no_name(links: LinkFolder, tmp_path: 
     memory.unlink()
     links.add("name", "other", owner=None, shared=None)
     shared = adopt_unnamed(str(memory), open_unnamed_file(), uid=os.geteuid())
-    owner = identity_of(os.getpid())
-    assert errno_of(lambda: links.add("name", str(memory), owner=owner, shared=shared)) == errno.EEXIST
+    owner = get_identity(os.getpid())
+    assert catch_errno(lambda: links.add("name", str(memory), owner=owner, shared=shared)) == errno.EEXIST
     shared.close()
     assert not memory.exists()
     assert list((tmp_path / "records").iterdir()) == []

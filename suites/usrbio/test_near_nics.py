@@ -49,7 +49,7 @@ with plain_agent(mount, mount, placement=Placement(HostTree(tree))):
 """
 
 
-def bytes_by_nic(mount: Path, tree: Path, *, seed: int, memory_kind: str, rules: str = "") -> dict[str, int]:
+def measure_bytes_by_nic(mount: Path, tree: Path, *, seed: int, memory_kind: str, rules: str = "") -> dict[str, int]:
     """Read a file of the mount into memory of this kind, and return the bytes that each NIC of the agent served.
 
     All processes have a fault plan with `rules`.
@@ -93,7 +93,7 @@ def test_device_memory_is_accessed_by_the_nearest_nics(
     }
     paths = move_gpu(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
     create_pci_tree(tree, nics, pci_paths=paths)
-    served_bytes = bytes_by_nic(mount, tree, seed=seed, memory_kind="device")
+    served_bytes = measure_bytes_by_nic(mount, tree, seed=seed, memory_kind="device")
     assert {name for name, count in served_bytes.items() if count} == nearest
 
 
@@ -103,7 +103,7 @@ def test_nearest_nic_that_moves_nothing_is_not_used(folders: tuple[Path, Path], 
     create_pci_tree(tree, nics, pci_paths=move_gpu(device.pci_bus_id))
     # twin2, the nearest NIC, registers memory and moves nothing. twin1 is the next one.
     rules = "wc.rdma_write call=* status=12 nic=twin2\nwc.rdma_read call=* status=12 nic=twin2\n"
-    served_bytes = bytes_by_nic(mount, tree, seed=seed, memory_kind="device", rules=rules)
+    served_bytes = measure_bytes_by_nic(mount, tree, seed=seed, memory_kind="device", rules=rules)
     assert {name for name, count in served_bytes.items() if count} == {"twin1"}
 
 
@@ -111,5 +111,5 @@ def test_host_memory_is_accessed_by_all_nics(folders: tuple[Path, Path], seed: i
     mount, tree = folders
     nics = ["0000:81:00.0", "0000:06:00.0", "0000:04:00.0", "0000:41:00.0"]
     create_pci_tree(tree, {f"twin{index}": address for index, address in enumerate(nics)}, pci_paths=PCI_PATHS)
-    served_bytes = bytes_by_nic(mount, tree, seed=seed, memory_kind="host")
+    served_bytes = measure_bytes_by_nic(mount, tree, seed=seed, memory_kind="host")
     assert all(served_bytes.values()), served_bytes

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 pytestmark = needs(verbs.nic(), host.fuse)
-RESULT = bytes(4)
+RESULT_BUFFER = bytes(4)
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
 
 
@@ -65,23 +65,23 @@ def fuse_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def rings(client: LinkClient, iov: RawIov, suffix: str = "") -> Iterator[tuple[RawRing, RawRing]]:
+def publish_rings(client: LinkClient, iov: RawIov, suffix: str = "") -> Iterator[tuple[RawRing, RawRing]]:
     """Publish an iov, a ring for reads and a ring for writes by links."""
     with contextlib.ExitStack() as stack:
         client.publish_iov(iov, suffix)
         stack.callback(client.unpublish, iov.name(suffix))
-        pair = []
+        ring_pair = []
         for for_read in (True, False):
             ring = RawRing(16, for_read=for_read)
             stack.callback(ring.close)
             client.publish_ring(ring)
             stack.callback(client.unpublish, ring.link)
-            pair.append(ring)
-        yield pair[0], pair[1]
+            ring_pair.append(ring)
+        yield ring_pair[0], ring_pair[1]
 
 
 @contextlib.contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
+def open_and_get_inode(path: Path, flags: int) -> Iterator[int]:
     """Open a file and yield its inode."""
     fd = os.open(path, flags)
     try:
@@ -96,12 +96,12 @@ def test_two_rings_without_the_socket_read_and_write(mount: Path) -> None:
     with (
         contextlib.closing(RawIov(MIB)) as iov,
         # The first file is open before the rings exist. The second one is opened later.
-        opened(mount / "file", os.O_RDWR) as inode,
-        rings(client, iov) as (reads, writes),
-        opened(mount / "new", os.O_RDWR | os.O_CREAT) as new_inode,
+        open_and_get_inode(mount / "file", os.O_RDWR) as inode,
+        publish_rings(client, iov) as (read_ring, write_ring),
+        open_and_get_inode(mount / "new", os.O_RDWR | os.O_CREAT) as new_inode,
     ):
         for number in range(8):
-            reads.prepare(
+            read_ring.prepare(
                 iov.id.bytes,
                 inode=inode,
                 length=64 * KIB,
@@ -109,14 +109,14 @@ def test_two_rings_without_the_socket_read_and_write(mount: Path) -> None:
                 file_offset=number * 64 * KIB + 17,
                 userdata=number,
             )
-        reads.submit()
-        completions = reads.wait(8)
+        read_ring.submit()
+        completions = read_ring.wait(8)
         assert sorted(userdata for _, _, userdata in completions) == list(range(8))
         assert {result for _, result, _ in completions} == {64 * KIB}
         pattern.check(iov.memory[: 512 * KIB], seed=1, offset_bytes=17)
-        writes.prepare(iov.id.bytes, inode=new_inode, length=512 * KIB, file_offset=4097)
-        writes.submit()
-        assert [result for _, result, _ in writes.wait(1)] == [512 * KIB]
+        write_ring.prepare(iov.id.bytes, inode=new_inode, length=512 * KIB, file_offset=4097)
+        write_ring.submit()
+        assert [result for _, result, _ in write_ring.wait(1)] == [512 * KIB]
     expected = bytes(4097) + pattern.payload(512 * KIB, seed=1, offset_bytes=17)
     assert (mount / "new").read_bytes() == expected
     assert {link.name for link in client.iovs_folder.iterdir()} == {"submit-ios", "submit-ios.ph", "submit-ios.pl"}
@@ -125,22 +125,22 @@ def test_two_rings_without_the_socket_read_and_write(mount: Path) -> None:
 def test_operation_errors_without_the_socket(fuse_folder: Path) -> None:
     (fuse_folder / "file").write_bytes(bytes(MIB))
     client = LinkClient(fuse_folder)
-    with contextlib.closing(RawIov(64 * KIB)) as iov, rings(client, iov, ".b4096") as (reads, writes):
-        with opened(fuse_folder / "file", os.O_RDONLY) as inode:
-            writes.prepare(iov.id.bytes, inode=inode, length=512)
-            writes.submit()
-            assert [result for _, result, _ in writes.wait(1)] == [-errno.EACCES]
-            reads.prepare(iov.id.bytes, inode=inode, length=4096, buffer_offset=512)
-            reads.submit()
-            assert [result for _, result, _ in reads.wait(1)] == [-errno.EINVAL]
-            reads.prepare(iov.id.bytes, inode=inode, length=4096, buffer_offset=4096)
-            reads.submit()
-            assert [result for _, result, _ in reads.wait(1)] == [4096]
+    with contextlib.closing(RawIov(64 * KIB)) as iov, publish_rings(client, iov, ".b4096") as (read_ring, write_ring):
+        with open_and_get_inode(fuse_folder / "file", os.O_RDONLY) as inode:
+            write_ring.prepare(iov.id.bytes, inode=inode, length=512)
+            write_ring.submit()
+            assert [result for _, result, _ in write_ring.wait(1)] == [-errno.EACCES]
+            read_ring.prepare(iov.id.bytes, inode=inode, length=4096, buffer_offset=512)
+            read_ring.submit()
+            assert [result for _, result, _ in read_ring.wait(1)] == [-errno.EINVAL]
+            read_ring.prepare(iov.id.bytes, inode=inode, length=4096, buffer_offset=4096)
+            read_ring.submit()
+            assert [result for _, result, _ in read_ring.wait(1)] == [4096]
 
         def result_after_close() -> int:
-            reads.prepare(iov.id.bytes, inode=inode, length=4096)
-            reads.submit()
-            return reads.wait(1)[0][1]
+            read_ring.prepare(iov.id.bytes, inode=inode, length=4096)
+            read_ring.submit()
+            return read_ring.wait(1)[0][1]
 
         # The kernel tells the agent some time after close(2).
         wait_until(lambda: result_after_close() == -errno.EBADF, "the closed file is refused", timeout_s=10)
@@ -150,14 +150,14 @@ def read_until_killed(mount: Path, progress: Connection) -> None:
     """Read a file by a ring again and again, and send a message after each batch."""
     with (
         contextlib.closing(RawIov(MIB)) as iov,
-        opened(mount / "file", os.O_RDONLY) as inode,
-        rings(LinkClient(mount), iov) as (reads, _),
+        open_and_get_inode(mount / "file", os.O_RDONLY) as inode,
+        publish_rings(LinkClient(mount), iov) as (read_ring, _),
     ):
         while True:
             for _ in range(8):
-                reads.prepare(iov.id.bytes, inode=inode, length=64 * KIB)
-            reads.submit()
-            assert {result for _, result, _ in reads.wait(8)} == {64 * KIB}
+                read_ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB)
+            read_ring.submit()
+            assert {result for _, result, _ in read_ring.wait(8)} == {64 * KIB}
             progress.send(None)
 
 
@@ -168,8 +168,8 @@ def test_killed_clients_leave_nothing_behind(fuse_folder: Path, seed: int) -> No
     fork = multiprocessing.get_context("fork")
     with (
         contextlib.closing(RawIov(64 * KIB)) as iov,
-        opened(fuse_folder / "file", os.O_RDONLY) as inode,
-        rings(client, iov) as (reads, _),
+        open_and_get_inode(fuse_folder / "file", os.O_RDONLY) as inode,
+        publish_rings(client, iov) as (read_ring, _),
     ):
         own_links = set(client.iovs_folder.iterdir())
         for _ in range(8):
@@ -179,35 +179,35 @@ def test_killed_clients_leave_nothing_behind(fuse_folder: Path, seed: int) -> No
             for _ in range(random_source.randrange(1, 40)):
                 assert progress.poll(30)
                 progress.recv()
-            links = set(client.iovs_folder.iterdir()) - own_links
-            assert len(links) == 3
-            memory = [link.readlink() for link in links]
+            client_links = set(client.iovs_folder.iterdir()) - own_links
+            assert len(client_links) == 3
+            memory_files = [link.readlink() for link in client_links]
             process.kill()
             process.join()
             progress.close()
             sender.close()
             wait_until(lambda: set(client.iovs_folder.iterdir()) == own_links, "the end of the links", timeout_s=30)
-            assert not any(path.exists() for path in memory)
+            assert not any(path.exists() for path in memory_files)
             iov.memory[:] = bytes(64 * KIB)
-            reads.prepare(iov.id.bytes, inode=inode, length=64 * KIB)
-            reads.submit()
-            assert [result for _, result, _ in reads.wait(1)] == [64 * KIB]
+            read_ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB)
+            read_ring.submit()
+            assert [result for _, result, _ in read_ring.wait(1)] == [64 * KIB]
             pattern.check(iov.memory[:], seed=7)
 
 
 def test_iov_of_any_length_is_used_to_its_end(fuse_folder: Path) -> None:
     (fuse_folder / "file").write_bytes(pattern.payload(MIB, seed=3))
     client = LinkClient(fuse_folder)
-    with contextlib.closing(RawIov(5001)) as iov, opened(fuse_folder / "file", os.O_RDONLY) as inode:
-        with rings(client, iov) as (reads, _):
-            reads.prepare(iov.id.bytes, inode=inode, length=4990, buffer_offset=11, file_offset=3)
-            reads.prepare(iov.id.bytes, inode=inode, length=4990, buffer_offset=12)
-            reads.submit()
-            assert [result for _, result, _ in sorted(reads.wait(2))] == [4990, -errno.EINVAL]
+    with contextlib.closing(RawIov(5001)) as iov, open_and_get_inode(fuse_folder / "file", os.O_RDONLY) as inode:
+        with publish_rings(client, iov) as (read_ring, _):
+            read_ring.prepare(iov.id.bytes, inode=inode, length=4990, buffer_offset=11, file_offset=3)
+            read_ring.prepare(iov.id.bytes, inode=inode, length=4990, buffer_offset=12)
+            read_ring.submit()
+            assert [result for _, result, _ in sorted(read_ring.wait(2))] == [4990, -errno.EINVAL]
         pattern.check(iov.memory[11:5001], seed=3, offset_bytes=3)
 
 
-def move(folder: Path, name: str, new_folder: Path, new_name: str, *, inode: int | None = None) -> None:
+def move_by_ioctl(folder: Path, name: str, new_folder: Path, new_name: str, *, inode: int | None = None) -> None:
     """Call the ioctl MOVE on a folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -219,7 +219,7 @@ def move(folder: Path, name: str, new_folder: Path, new_name: str, *, inode: int
         os.close(fd)
 
 
-def remove(folder: Path, name: str, *, recursive: bool = False) -> None:
+def remove_by_ioctl(folder: Path, name: str, *, recursive: bool = False) -> None:
     """Call the ioctl REMOVE on a folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -236,17 +236,17 @@ def test_move_and_remove_change_the_entries(fuse_folder: Path) -> None:
     (source / "inner").mkdir(parents=True)
     destination.mkdir()
     (source / "file").write_bytes(b"content")
-    move(source, "file", destination, "moved")
+    move_by_ioctl(source, "file", destination, "moved")
     assert (destination / "moved").read_bytes() == b"content"
     assert not (source / "file").exists()
-    remove(destination, "moved")
-    remove(source, "inner")
+    remove_by_ioctl(destination, "moved")
+    remove_by_ioctl(source, "inner")
     (source / "full").mkdir()
     (source / "full" / "file").touch()
     with pytest.raises(OSError, match="not empty") as error:
-        remove(source, "full")
+        remove_by_ioctl(source, "full")
     assert error.value.errno == errno.ENOTEMPTY
-    remove(source, "full", recursive=True)
+    remove_by_ioctl(source, "full", recursive=True)
     assert list(source.iterdir()) == list(destination.iterdir()) == []
 
 
@@ -255,17 +255,17 @@ def test_move_and_remove_refuse_invalid_names(fuse_folder: Path) -> None:
     (fuse_folder / "file").touch()
     for name, new_name in (("../file", "x"), ("", "x"), ("file", "a/b"), ("file", "..")):
         with pytest.raises(OSError, match="Invalid") as error:
-            move(fuse_folder, name, fuse_folder, new_name)
+            move_by_ioctl(fuse_folder, name, fuse_folder, new_name)
         assert error.value.errno == errno.EINVAL
     with pytest.raises(OSError, match="Invalid"):
-        move(fuse_folder, "file", fuse_folder, "x", inode=(fuse_folder / "folder").stat().st_ino)
+        move_by_ioctl(fuse_folder, "file", fuse_folder, "x", inode=(fuse_folder / "folder").stat().st_ino)
     for name in ("", ".", "..", "folder/x"):
         with pytest.raises(OSError, match="Invalid"):
-            remove(fuse_folder, name, recursive=True)
+            remove_by_ioctl(fuse_folder, name, recursive=True)
     with pytest.raises(PermissionError):
-        remove(fuse_folder, "3fs-virt", recursive=True)
+        remove_by_ioctl(fuse_folder, "3fs-virt", recursive=True)
     with pytest.raises(FileNotFoundError):
-        move(fuse_folder, "file", fuse_folder / "3fs-virt", "x")
+        move_by_ioctl(fuse_folder, "file", fuse_folder / "3fs-virt", "x")
     assert {path.name for path in fuse_folder.iterdir()} == {"3fs-virt", "folder", "file"}
 
 
@@ -274,15 +274,18 @@ def test_recursive_rm_removes_the_open_folder(fuse_folder: Path) -> None:
     (fuse_folder / "folder" / "inner" / "file").touch()
     fd = os.open(fuse_folder / "folder", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.ioctl(fd, virtual.RECURSIVE_RM, RESULT)
+        fcntl.ioctl(fd, virtual.RECURSIVE_RM, RESULT_BUFFER)
     finally:
         os.close(fd)
     assert not (fuse_folder / "folder").exists()
-    for refused, expected_errno in ((fuse_folder, errno.EPERM), (fuse_folder / "3fs-virt" / "iovs", errno.EPERM)):
-        fd = os.open(refused, os.O_RDONLY | os.O_DIRECTORY)
+    for refused_folder, expected_errno in (
+        (fuse_folder, errno.EPERM),
+        (fuse_folder / "3fs-virt" / "iovs", errno.EPERM),
+    ):
+        fd = os.open(refused_folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with pytest.raises(OSError, match="permitted") as error:
-                fcntl.ioctl(fd, virtual.RECURSIVE_RM, RESULT)
+                fcntl.ioctl(fd, virtual.RECURSIVE_RM, RESULT_BUFFER)
         finally:
             os.close(fd)
         assert error.value.errno == expected_errno
@@ -295,7 +298,7 @@ def test_ioctls_without_an_argument_succeed(fuse_folder: Path) -> None:
         assert fcntl.ioctl(file, virtual.FSYNC) == 0
         # The result of the next ioctl of the same thread is not omitted.
         for _ in range(20):
-            assert fcntl.ioctl(file, virtual.GET_MAGIC, RESULT) == virtual.MAGIC.to_bytes(4, "little")
+            assert fcntl.ioctl(file, virtual.GET_MAGIC, RESULT_BUFFER) == virtual.MAGIC.to_bytes(4, "little")
     fd = os.open(fuse_folder / "folder", os.O_RDONLY | os.O_DIRECTORY)
     try:
         assert fcntl.ioctl(fd, virtual.RECURSIVE_RM) == 0
@@ -320,7 +323,7 @@ def test_random_ioctls_change_nothing(fuse_folder: Path, seed: int) -> None:
                 argument[:8] = random_source.choice(inodes).to_bytes(8, "little")[: len(argument)]
             with contextlib.suppress(OSError):
                 fcntl.ioctl(random_source.choice(fds), request, argument)
-        assert fcntl.ioctl(fds[0], virtual.GET_MAGIC, RESULT) == virtual.MAGIC.to_bytes(4, "little")
+        assert fcntl.ioctl(fds[0], virtual.GET_MAGIC, RESULT_BUFFER) == virtual.MAGIC.to_bytes(4, "little")
     finally:
         for fd in fds:
             os.close(fd)
@@ -335,12 +338,12 @@ def test_fuzzer_of_ioctls_links_and_rings_finds_nothing(
 ) -> None:
     """The fuzzer runs for GDRKIT_FUZZ_S seconds, while another client writes, reads and compares."""
     (fuse_folder / "input").write_bytes(pattern.payload(64 * KIB, seed=8))
-    links = set((fuse_folder / "3fs-virt" / "iovs").iterdir())
+    links_before = set((fuse_folder / "3fs-virt" / "iovs").iterdir())
     monkeypatch.setenv("GDRKIT_FUZZ_MOUNT", str(fuse_folder))
     with ThreadPoolExecutor(1) as executor:
-        fuzzing = executor.submit(run_fuzzer, "usrbio.fuzz_mount", seconds=FUZZ_S)
-        rounds = 0
-        while rounds == 0 or not fuzzing.done():
+        fuzzer_run = executor.submit(run_fuzzer, "usrbio.fuzz_mount", seconds=FUZZ_S)
+        round_count = 0
+        while round_count == 0 or not fuzzer_run.done():
             command = module_command("usrbio.verifying_client", fuse_folder, 4000)
             honest_client = subprocess.run(
                 command, env=suites_environ(), capture_output=True, text=True, check=False, timeout=100
@@ -348,11 +351,13 @@ def test_fuzzer_of_ioctls_links_and_rings_finds_nothing(
             assert honest_client.returncode == 0, honest_client.stderr
             statistics = json.loads(honest_client.stdout)
             assert (statistics["failed"], statistics["wrong_bytes"]) == ({}, 0)
-            rounds += 1
-        evidence["fuzzer"] = fuzzing.result()
-        print(evidence["fuzzer"], rounds)  # noqa: T201 - the number of inputs.
-    evidence.number("honest_rounds_count", rounds)
-    wait_until(lambda: set((fuse_folder / "3fs-virt" / "iovs").iterdir()) == links, "the links end", timeout_s=30)
+            round_count += 1
+        evidence["fuzzer"] = fuzzer_run.result()
+        print(evidence["fuzzer"], round_count)  # noqa: T201 - the number of inputs.
+    evidence.number("honest_rounds_count", round_count)
+    wait_until(
+        lambda: set((fuse_folder / "3fs-virt" / "iovs").iterdir()) == links_before, "the links end", timeout_s=30
+    )
     assert (fuse_folder / "input").read_bytes() == pattern.payload(64 * KIB, seed=8)
 
 
@@ -370,7 +375,7 @@ def test_plain_folder_has_no_ioctls_of_3fs(tmp_path: Path) -> None:
         assert agent.terminate() == 0, agent.error_output
 
 
-def mapped_bytes(agent: AgentProcess) -> int:
+def read_mapped_iov_bytes(agent: AgentProcess) -> int:
     """Return the bytes of iovs that an agent has mapped."""
     lines = Path(f"/proc/{agent.process.pid}/maps").read_text().splitlines()
     ranges = [line.split()[0].split("-") for line in lines if "/hf3fs-iov-" in line]
@@ -388,7 +393,7 @@ def test_removed_link_frees_memory_in_plain_mode(tmp_path: Path) -> None:
         (tmp_path / "file").open("rb") as file,
     ):
         client.publish_ring(ring)
-        ring_bytes = mapped_bytes(agent)
+        ring_bytes = read_mapped_iov_bytes(agent)
         inode = client.register_file(file.fileno())
 
         def read_result() -> int:
@@ -398,9 +403,9 @@ def test_removed_link_frees_memory_in_plain_mode(tmp_path: Path) -> None:
 
         for _ in range(2):
             client.publish_iov(iov)
-            assert mapped_bytes(agent) == ring_bytes + MIB
+            assert read_mapped_iov_bytes(agent) == ring_bytes + MIB
             assert read_result() == 4096
             (links / iov.name()).unlink()
-            wait_until(lambda: mapped_bytes(agent) == ring_bytes, "the agent unmaps the memory", timeout_s=10)
+            wait_until(lambda: read_mapped_iov_bytes(agent) == ring_bytes, "the agent unmaps the memory", timeout_s=10)
             assert read_result() == -errno.EACCES
         assert agent.terminate() == 0, agent.error_output

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.other_user import folder_for_all_users, run_program
-from support.raw_usrbio import shared_memory_files
+from support.raw_usrbio import list_shared_memory_files
 
 from gdrkit.errors import SetupMissing
 from gdrkit.harness.needs import host, needs, verbs
@@ -28,7 +28,7 @@ def virtual(tmp_path: Path) -> Path:
     return tmp_path / "3fs-virt"
 
 
-def mount_error(virtual: Path) -> SetupMissing:
+def open_and_get_error(virtual: Path) -> SetupMissing:
     """Return the error of opening the mount."""
     with pytest.raises(SetupMissing) as error:
         AgentMount(virtual.parent).close()
@@ -49,7 +49,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_link_in_place_of_agents_folder_is_refused(virtual: Path, victim: Path, name: str) -> None:
     (virtual / name).rmdir()
     (virtual / name).symlink_to(victim)
-    error = mount_error(virtual)
+    error = open_and_get_error(virtual)
     assert (error.errno, error.arguments["path"]) == (errno.ELOOP, str(virtual / name))
     assert sorted(path.name for path in victim.iterdir()) == ["file", "link"]
 
@@ -59,23 +59,23 @@ def test_link_in_place_of_the_virtual_folder_is_refused(virtual: Path, victim: P
         path.rmdir() if path.is_dir() else path.unlink()
     virtual.rmdir()
     virtual.symlink_to(victim)
-    assert mount_error(virtual).errno == errno.ELOOP
+    assert open_and_get_error(virtual).errno == errno.ELOOP
     assert sorted(path.name for path in victim.iterdir()) == ["file", "link"]
 
 
 def test_link_in_place_of_agents_lock_is_refused(virtual: Path, victim: Path) -> None:
     (virtual / "agent.lock").unlink()
     (virtual / "agent.lock").symlink_to(victim / "created")
-    assert mount_error(virtual).errno == errno.ELOOP
+    assert open_and_get_error(virtual).errno == errno.ELOOP
     assert not (victim / "created").exists()
 
 
 def test_mount_that_others_can_write_needs_a_sticky_bit(virtual: Path) -> None:
     virtual.parent.chmod(0o777)
-    assert "chmod +t" in mount_error(virtual).what_to_do
+    assert "chmod +t" in open_and_get_error(virtual).what_to_do
     virtual.parent.chmod(0o1777)
     with AgentMount(virtual.parent):
-        assert len(shared_memory_files(virtual.parent)) == 3
+        assert len(list_shared_memory_files(virtual.parent)) == 3
         for path in (virtual, virtual / "iovs", virtual / "publications"):
             assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
@@ -95,12 +95,12 @@ def test_virtual_folder_of_another_user_is_refused() -> None:
         mount.chmod(0o1777)
         completed = run_program(PLANTING_PROGRAM, str(mount / "3fs-virt"))
         assert completed.returncode == 0, completed.stderr
-        assert "user 65534" in mount_error(mount / "3fs-virt").detail
+        assert "user 65534" in open_and_get_error(mount / "3fs-virt").detail
 
 
 def test_virtual_folder_that_others_can_write_is_refused(virtual: Path) -> None:
     virtual.chmod(0o777)
-    assert "0777" in mount_error(virtual).detail
+    assert "0777" in open_and_get_error(virtual).detail
     virtual.chmod(0o755)
     AgentMount(virtual.parent).close()
 

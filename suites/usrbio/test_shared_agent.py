@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.other_user import folder_for_all_users
 from support.processes import wait_until
-from support.raw_usrbio import AgentProcess, RawIov, RawRing, shared_memory_files
+from support.raw_usrbio import AgentProcess, RawIov, RawRing, list_shared_memory_files
 from support.storage import run_storage_server
 from usrbio.user_processes import (
     ALICE,
     BOB,
     GROUP,
     UserProcess,
-    errno_of,
+    catch_errno,
     publish_iov_and_ring,
     read_on_demand,
     transfer,
@@ -59,8 +59,8 @@ def mount(mode: str, tmp_path: Path) -> Iterator[Path]:
     with folder_for_all_users() as folder, contextlib.ExitStack() as stack:
         path = folder / "mount"
         store = path if mode == "plain" else tmp_path / "store"
-        for made in {path, store}:
-            made.mkdir()
+        for new_folder in {path, store}:
+            new_folder.mkdir()
         store.chmod(0o1777)
         options = {"plain": [], "fuse": ["--store", str(store), "--fuse"]}.get(mode)
         if options is None:
@@ -68,32 +68,37 @@ def mount(mode: str, tmp_path: Path) -> Iterator[Path]:
             options = ["--server", server.address, "--token-file", str(store / ".gdrkit" / "token")]
         agent = stack.enter_context(AgentProcess(path, *options, "--shared", "--user-memory-mib", "8"))
         yield path
-        memory = shared_memory_files(path)
+        memory_files = list_shared_memory_files(path)
         assert agent.terminate() == 0, agent.error_output
-    assert [file for file in memory if file.exists()] == []
+    assert [file for file in memory_files if file.exists()] == []
 
 
-def agent_folder(mount: Path) -> Path:
+def find_agent_folder(mount: Path) -> Path:
     """Return the folder of the agent: ``3fs-virt``, or a folder outside of a FUSE mount."""
     virtual = mount / "3fs-virt"
     return (virtual / "agent.sock").readlink().parent if (virtual / "agent.sock").is_symlink() else virtual
 
 
-def attempts(mount: Path, victim: dict[str, Any], private: Path, readable: Path, connection: Connection) -> None:
+def try_attacks(
+    mount: Path, victim: dict[str, Any], private_file: Path, readable_file: Path, connection: Connection
+) -> None:
     """Try to use the objects of another user and of the agent, and send the errno of each attempt."""
-    virtual = agent_folder(mount)
-    with publish_iov_and_ring(mount) as (client, iov, ring), contextlib.closing(RawRing(8, for_read=False)) as writes:
-        client.publish_ring(writes)
-        path_fd = os.open(private, os.O_PATH)
-        read_fd = os.open(readable, os.O_RDONLY)
-        virtual_fd = os.open(virtual, os.O_PATH | os.O_DIRECTORY)
+    virtual_folder = find_agent_folder(mount)
+    with (
+        publish_iov_and_ring(mount) as (client, iov, ring),
+        contextlib.closing(RawRing(8, for_read=False)) as write_ring,
+    ):
+        client.publish_ring(write_ring)
+        path_fd = os.open(private_file, os.O_PATH)
+        read_fd = os.open(readable_file, os.O_RDONLY)
+        virtual_fd = os.open(virtual_folder, os.O_PATH | os.O_DIRECTORY)
         folder_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
         readable_inode = client.register_file(read_fd)
 
         def request(request_type: AgentRequest, payload: bytes, *descriptors: int) -> Callable[[], object]:
             return lambda: client.request(request_type, payload, descriptors)
 
-        def use(ring: RawRing, iov_id: bytes, inode: int) -> Callable[[], object]:
+        def transfer_or_raise(ring: RawRing, iov_id: bytes, inode: int) -> Callable[[], object]:
             def run() -> None:
                 if (result := transfer(ring, iov_id, inode)) < 0:
                     raise OSError(-result, "the operation failed")
@@ -104,20 +109,20 @@ def attempts(mount: Path, victim: dict[str, Any], private: Path, readable: Path,
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
                 server.connect(f"/proc/self/fd/{virtual_fd}/server.sock")
 
-        def listing(folder: Path) -> Callable[[], object]:
+        def make_list_action(folder: Path) -> Callable[[], object]:
             return lambda: list(folder.iterdir())
 
-        name, hole = protocol.pack_name, protocol.pack_punch(0, ((0, 4096),))
-        tried: dict[str, Callable[[], object]] = {
-            "list 3fs-virt": listing(virtual),
-            "list iovs": listing(virtual / "iovs"),
-            "list publications": listing(virtual / "publications"),
-            "open agent.lock": lambda: os.open(virtual / "agent.lock", os.O_RDONLY),
+        pack_name, hole_payload = protocol.pack_name, protocol.pack_punch(0, ((0, 4096),))
+        actions: dict[str, Callable[[], object]] = {
+            "list 3fs-virt": make_list_action(virtual_folder),
+            "list iovs": make_list_action(virtual_folder / "iovs"),
+            "list publications": make_list_action(virtual_folder / "publications"),
+            "open agent.lock": lambda: os.open(virtual_folder / "agent.lock", os.O_RDONLY),
             "connect to server.sock": connect_to_server,
-            "list .gdrkit": listing(mount / ".gdrkit"),
-            "create a file in 3fs-virt": (virtual / "x").touch,
-            "create a link in iovs": lambda: (virtual / "iovs" / "x").symlink_to("/dev/shm/x"),  # noqa: S108
-            "remove the link of an iov": (virtual / "iovs" / victim["iov"]).unlink,
+            "list .gdrkit": make_list_action(mount / ".gdrkit"),
+            "create a file in 3fs-virt": (virtual_folder / "x").touch,
+            "create a link in iovs": lambda: (virtual_folder / "iovs" / "x").symlink_to("/dev/shm/x"),  # noqa: S108
+            "remove the link of an iov": (virtual_folder / "iovs" / victim["iov"]).unlink,
             "open the memory of an iov": lambda: os.open(victim["target"], os.O_RDONLY),
             "remove the memory of an iov": Path(victim["target"]).unlink,
             "publish the memory of an iov": lambda: client.publish(RawIov(4096).name(), victim["target"]),
@@ -126,25 +131,25 @@ def attempts(mount: Path, victim: dict[str, Any], private: Path, readable: Path,
                 AgentRequest.BORROW,
                 protocol.pack_publish(protocol.PublishRequest(victim["iov"], victim["target"], b"")),
             ),
-            "return an iov": request(AgentRequest.RETURN_BORROWED, name(victim["iov"])),
-            "unpublish an iov": request(AgentRequest.UNPUBLISH, name(victim["iov"])),
-            "unpublish a ring": request(AgentRequest.UNPUBLISH, name(victim["ring"])),
-            "open a private file": lambda: private.open("rb"),
-            "open a readable file for writing": lambda: readable.open("r+b"),
+            "return an iov": request(AgentRequest.RETURN_BORROWED, pack_name(victim["iov"])),
+            "unpublish an iov": request(AgentRequest.UNPUBLISH, pack_name(victim["iov"])),
+            "unpublish a ring": request(AgentRequest.UNPUBLISH, pack_name(victim["ring"])),
+            "open a private file": lambda: private_file.open("rb"),
+            "open a readable file for writing": lambda: readable_file.open("r+b"),
             "register a file by O_PATH": lambda: client.register_file(path_fd),
             "deregister a file": request(AgentRequest.DEREGISTER_FILE, protocol.pack_number(victim["inode"])),
-            "punch a hole into a readable file": request(AgentRequest.PUNCH_HOLE, hole, read_fd),
-            "link a readable file": request(AgentRequest.HARD_LINK, name("linked"), read_fd, folder_fd),
-            "read a private file": use(ring, iov.id.bytes, victim["inode"]),
-            "read into an iov": use(ring, victim["id"], readable_inode),
-            "write a readable file": use(writes, iov.id.bytes, readable_inode),
+            "punch a hole into a readable file": request(AgentRequest.PUNCH_HOLE, hole_payload, read_fd),
+            "link a readable file": request(AgentRequest.HARD_LINK, pack_name("linked"), read_fd, folder_fd),
+            "read a private file": transfer_or_raise(ring, iov.id.bytes, victim["inode"]),
+            "read into an iov": transfer_or_raise(ring, victim["id"], readable_inode),
+            "write a readable file": transfer_or_raise(write_ring, iov.id.bytes, readable_inode),
             "publish more than the quota": lambda: client.publish_iov(RawIov(8 * MIB)),
         }
-        connection.send({label: errno_of(action) for label, action in tried.items()})
+        connection.send({label: catch_errno(action) for label, action in actions.items()})
         connection.recv()
 
 
-REFUSED = {
+EXPECTED_ERRNOS = {
     "list 3fs-virt": errno.EACCES,
     "list iovs": errno.EACCES,
     "list publications": errno.EACCES,
@@ -176,17 +181,17 @@ REFUSED = {
 
 
 def test_attempts_on_another_users_objects_are_refused(mount: Path, mode: str, evidence: Evidence) -> None:
-    expected = dict(REFUSED)
+    expected = dict(EXPECTED_ERRNOS)
     if mode != "plain":
         expected["list .gdrkit"] = errno.ENOENT  # Clients of a storage server do not see its private folder.
     if mode == "remote":
         expected["connect to server.sock"] = errno.ENOENT
-    private, readable = mount / "private", mount / "readable"
-    readable.write_bytes(bytes(64 * KIB))
-    readable.chmod(0o644)
-    with UserProcess(ALICE, read_on_demand(mount, private)) as alice:
+    private_file, readable_file = mount / "private", mount / "readable"
+    readable_file.write_bytes(bytes(64 * KIB))
+    readable_file.chmod(0o644)
+    with UserProcess(ALICE, read_on_demand(mount, private_file)) as alice:
         victim = alice.receive()
-        with UserProcess(BOB, lambda pipe: attempts(mount, victim, private, readable, pipe)) as bob:
+        with UserProcess(BOB, lambda pipe: try_attacks(mount, victim, private_file, readable_file, pipe)) as bob:
             results = bob.receive()
             evidence["refused"] = {label: errno.errorcode.get(number, number) for label, number in results.items()}
             assert results == expected
@@ -199,10 +204,10 @@ def use_files(mount: Path, paths: list[Path], *, by_rings: bool) -> Callable[[Co
     def run(connection: Connection) -> None:
         results = {}
         with (
-            publish_iov_and_ring(mount) as (client, iov, reads),
-            contextlib.closing(RawRing(8, for_read=False)) as writes,
+            publish_iov_and_ring(mount) as (client, iov, read_ring),
+            contextlib.closing(RawRing(8, for_read=False)) as write_ring,
         ):
-            client.publish_ring(writes)
+            client.publish_ring(write_ring)
             for path in paths:
                 for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
                     try:
@@ -213,9 +218,11 @@ def use_files(mount: Path, paths: list[Path], *, by_rings: bool) -> Callable[[Co
                     is_readable, is_writable = flags != os.O_WRONLY, flags != os.O_RDONLY
                     if by_rings:
                         inode = client.register_file(fd)
-                        pair = tuple(transfer(ring, iov.id.bytes, inode) for ring in (reads, writes))
+                        transferred_bytes = tuple(
+                            transfer(ring, iov.id.bytes, inode) for ring in (read_ring, write_ring)
+                        )
                         client.request(AgentRequest.DEREGISTER_FILE, protocol.pack_number(inode))
-                        results[path.name, flags] = (max(pair[0], 0), max(pair[1], 0))
+                        results[path.name, flags] = (max(transferred_bytes[0], 0), max(transferred_bytes[1], 0))
                     else:
                         results[path.name, flags] = (
                             len(os.pread(fd, 4 * KIB, 0)) if is_readable else 0,
@@ -271,7 +278,7 @@ def test_killed_clients_of_one_user_do_not_harm_another(mount: Path) -> None:
     ):
         alice.receive()
         root.receive()
-        memory = set(shared_memory_files(mount))
+        memory_files_before = set(list_shared_memory_files(mount))
         for number in range(10):
             with UserProcess(BOB, read_on_demand(mount, mount / f"bob{number}")) as bob:
                 published_names = bob.receive()
@@ -279,7 +286,11 @@ def test_killed_clients_of_one_user_do_not_harm_another(mount: Path) -> None:
                 assert bob.ask() == 64 * KIB
                 bob.connection.send(None)  # The process is killed while it reads.
             assert alice.ask() == root.ask() == 64 * KIB
-            wait_until(lambda: shared_memory_files(mount) == memory, "the links of the killed client end", timeout_s=30)
+            wait_until(
+                lambda: list_shared_memory_files(mount) == memory_files_before,
+                "the links of the killed client end",
+                timeout_s=30,
+            )
             assert not any(path.exists() for path in targets)
 
 
@@ -321,11 +332,11 @@ def test_files_of_one_user_leave_handles_for_another(mount: Path) -> None:
                     inodes.append(client.register_file(file.fileno()))
                 return 0
 
-            while (error_number := errno_of(register)) == 0 and len(inodes) < HANDLES_MAX:
+            while (error_number := catch_errno(register)) == 0 and len(inodes) < HANDLES_MAX:
                 pass
             pipe.send((error_number, len(inodes)))
             client.request(AgentRequest.DEREGISTER_FILE, protocol.pack_number(inodes.pop()))
-            pipe.send(errno_of(register))
+            pipe.send(catch_errno(register))
             pipe.recv()
 
     with UserProcess(ALICE, register_many) as alice, UserProcess(BOB, read_on_demand(mount, mount / "bob")) as bob:
@@ -357,16 +368,18 @@ def test_idle_memory_yields_to_other_iovs_of_its_user(mount: Path) -> None:
                 pipe.send("destroyed")
 
     usrbio.capabilities()  # Opens the library, whose file the users may not be able to read.
-    with UserProcess(ALICE, create_iovs) as first, UserProcess(ALICE, create_iovs) as second:
+    with UserProcess(ALICE, create_iovs) as first_process, UserProcess(ALICE, create_iovs) as second_process:
         for turn in range(3):
-            user, other = (first, second) if turn % 2 == 0 else (second, first)
-            assert user.ask("create") is True, turn  # The idle memory of the other process does not count.
-            assert other.ask("create") == errno.EDQUOT
-            assert user.ask("destroy")
-            assert user.ask("create") is True
-            assert user.ask("destroy")
-        for user in (first, second):
-            user.connection.send(None)
+            user_process, other_process = (
+                (first_process, second_process) if turn % 2 == 0 else (second_process, first_process)
+            )
+            assert user_process.ask("create") is True, turn  # The idle memory of the other process does not count.
+            assert other_process.ask("create") == errno.EDQUOT
+            assert user_process.ask("destroy")
+            assert user_process.ask("create") is True
+            assert user_process.ask("destroy")
+        for user_process in (first_process, second_process):
+            user_process.connection.send(None)
 
 
 def test_memory_limit_without_shared_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A FUSE mount that root shares with all users: each user has the rights that the kernel gives it on a plain folder."""
+"""A FUSE mount that root shares with all users: each user has the same rights as on a plain folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.other_user import folder_for_all_users
 from support.processes import wait_until
 from support.raw_usrbio import AgentProcess, LinkClient, RawIov, RawRing
 from support.storage import run_storage_server
-from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, shared_mount, transfer
+from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, catch_errno, shared_mount, transfer
 
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -57,7 +57,7 @@ def make_tree(root: Path) -> None:
             folder.chmod(mode)
 
 
-def operations(folder: Path) -> dict[str, Callable[[], object]]:
+def make_operations(folder: Path) -> dict[str, Callable[[], object]]:
     """Return calls on the entries of a folder, by their names."""
     secret, public, target = folder / "secret", folder / "public", folder / "target"
 
@@ -71,7 +71,7 @@ def operations(folder: Path) -> dict[str, Callable[[], object]]:
 
         return run
 
-    def new_times(path: Path, ns: tuple[int, int] | None) -> Callable[[], object]:
+    def set_times(path: Path, ns: tuple[int, int] | None) -> Callable[[], object]:
         return lambda: os.utime(path, ns=ns) if ns else os.utime(path)
 
     return {
@@ -86,9 +86,9 @@ def operations(folder: Path) -> dict[str, Callable[[], object]]:
         "read and write target": write(target, os.O_RDWR),
         "truncate secret": lambda: os.truncate(secret, 3),
         "truncate public": lambda: os.truncate(public, 3),
-        "set times of public": new_times(public, (10**9, 2 * 10**9)),
-        "touch public": new_times(public, None),
-        "set times of secret": new_times(secret, (10**9, 2 * 10**9)),
+        "set times of public": set_times(public, (10**9, 2 * 10**9)),
+        "touch public": set_times(public, None),
+        "set times of secret": set_times(secret, (10**9, 2 * 10**9)),
         "chmod public": lambda: public.chmod(0o640),
         "chmod back": lambda: public.chmod(0o666),
         "give public away": lambda: os.chown(public, BOB, -1),
@@ -116,35 +116,35 @@ def try_operations(root: Path, connection: Connection) -> None:
     results = {}
     for folder in sorted(root.iterdir()):
         if folder.name != "3fs-virt":
-            for label, operation in operations(folder).items():
-                results[folder.name, label] = errno_of(operation)
+            for label, operation in make_operations(folder).items():
+                results[folder.name, label] = catch_errno(operation)
     connection.send(results)
 
 
-def owners(root: Path) -> dict[str, tuple[int, int, int, int]]:
+def read_attributes(root: Path) -> dict[str, tuple[int, int, int, int]]:
     """Return mode, user, group and size of every entry of a tree. The sizes of folders depend on the file system."""
-    found = {}
+    attributes = {}
     for parent, folders, files in os.walk(root):
         for name in (*folders, *files):
             path = Path(parent, name)
             status = path.lstat()
             size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
-            found[str(path.relative_to(root))] = (status.st_mode, status.st_uid, status.st_gid, size)
-    return {name: status for name, status in found.items() if not name.startswith("3fs-virt")}
+            attributes[str(path.relative_to(root))] = (status.st_mode, status.st_uid, status.st_gid, size)
+    return {name: status for name, status in attributes.items() if not name.startswith("3fs-virt")}
 
 
 @pytest.mark.parametrize(("uid", "groups"), USERS)
 def test_calls_have_the_results_of_a_plain_folder(folders: tuple[Path, Path], uid: int, groups: list[int]) -> None:
-    results, found = [], []
+    results, attributes_after = [], []
     for root in folders:
         make_tree(root)
-        before = owners(root)
+        attributes_before = read_attributes(root)
         with UserProcess(uid, functools.partial(try_operations, root), groups=groups) as user:
             results.append(user.receive())
-        found.append(owners(root))
-        assert before != found[-1]
+        attributes_after.append(read_attributes(root))
+        assert attributes_before != attributes_after[-1]
     assert results[0] == results[1]
-    assert found[0] == found[1]
+    assert attributes_after[0] == attributes_after[1]
     assert len(set(results[0].values())) >= (1 if uid == 0 else 3)
 
 
@@ -172,19 +172,19 @@ def publish_by_links(mount: Path, connection: Connection) -> None:
             connection.send(result)
 
 
-def attempts(mount: Path, victim: dict[str, Any], connection: Connection) -> None:
+def try_attacks(mount: Path, victim: dict[str, Any], connection: Connection) -> None:
     """Try to use the objects of another user through the mount, and send the errno of each attempt."""
-    links, private = mount / "3fs-virt" / "iovs", Path(victim["path"])
+    links, private_file = mount / "3fs-virt" / "iovs", Path(victim["path"])
     client = LinkClient(mount)
     root_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
     root_inode = os.fstat(root_fd).st_ino
-    own = mount / f"own-{os.getuid()}"
-    own.write_bytes(bytes(64 * KIB))
+    own_file = mount / f"own-{os.getuid()}"
+    own_file.write_bytes(bytes(64 * KIB))
 
     def ioctl(request: int, argument: bytes, fd: int = root_fd) -> Callable[[], object]:
         return lambda: fcntl.ioctl(fd, request, bytearray(argument))
 
-    def use(iov_id: bytes, inode: int) -> Callable[[], object]:
+    def transfer_or_raise(iov_id: bytes, inode: int) -> Callable[[], object]:
         def run() -> None:
             if (result := transfer(ring, iov_id, inode)) < 0:
                 raise OSError(-result, "the operation failed")
@@ -194,32 +194,32 @@ def attempts(mount: Path, victim: dict[str, Any], connection: Connection) -> Non
     with (
         contextlib.closing(RawIov(64 * KIB)) as iov,
         contextlib.closing(RawRing(8, for_read=True)) as ring,
-        own.open("rb") as file,
+        own_file.open("rb") as file,
     ):
         client.publish_iov(iov)
         client.publish_ring(ring)
-        visible = {path.name for path in links.iterdir() if not path.name.startswith("submit-ios")}
-        assert visible == {iov.name(), ring.link}
+        visible_names = {path.name for path in links.iterdir() if not path.name.startswith("submit-ios")}
+        assert visible_names == {iov.name(), ring.link}
         folder_fd = os.open(mount / "folder", os.O_RDONLY | os.O_DIRECTORY)
-        name = private.name.encode()
+        name = private_file.name.encode()
         inode = os.fstat(file.fileno()).st_ino
-        tried: dict[str, Callable[[], object]] = {
+        actions: dict[str, Callable[[], object]] = {
             "read the link of an iov": (links / victim["iov"]).readlink,
             "find the link of a ring": (links / victim["ring"]).lstat,
             "remove the link of an iov": (links / victim["iov"]).unlink,
             "remove the link of a ring": (links / victim["ring"]).unlink,
             "publish the name of an iov": lambda: (links / victim["iov"]).symlink_to(iov.path),
             "publish the memory of an iov": lambda: (links / RawIov(4096).name()).symlink_to(victim["target"]),
-            "read a private file by a ring": use(iov.id.bytes, victim["inode"]),
-            "read into an iov": use(victim["id"], inode),
-            "open a private file": lambda: private.open("rb"),
-            "remove a private file": private.unlink,
-            "rename a private file": lambda: private.rename(mount / "taken"),
-            "link a private file": lambda: (mount / "linked").hardlink_to(private),
-            "change the mode of a private file": lambda: private.chmod(0o666),
-            "change the owner of a private file": lambda: os.chown(private, os.getuid(), -1),
-            "change the times of a private file": lambda: os.utime(private),
-            "truncate a private file": lambda: os.truncate(private, 0),
+            "read a private file by a ring": transfer_or_raise(iov.id.bytes, victim["inode"]),
+            "read into an iov": transfer_or_raise(victim["id"], inode),
+            "open a private file": lambda: private_file.open("rb"),
+            "remove a private file": private_file.unlink,
+            "rename a private file": lambda: private_file.rename(mount / "taken"),
+            "link a private file": lambda: (mount / "linked").hardlink_to(private_file),
+            "change the mode of a private file": lambda: private_file.chmod(0o666),
+            "change the owner of a private file": lambda: os.chown(private_file, os.getuid(), -1),
+            "change the times of a private file": lambda: os.utime(private_file),
+            "truncate a private file": lambda: os.truncate(private_file, 0),
             "remove a tree by rm-rf": lambda: (mount / "3fs-virt" / "rm-rf" / "x").symlink_to(mount / "folder"),
             "ioctl REMOVE": ioctl(virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, name, 0)),
             "ioctl REMOVE of a tree": ioctl(virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, b"folder", 1)),
@@ -236,11 +236,11 @@ def attempts(mount: Path, victim: dict[str, Any], connection: Connection) -> Non
                 os.open(mount / "readable", os.O_RDONLY),
             ),
         }
-        connection.send({label: errno_of(action) for label, action in tried.items()})
+        connection.send({label: catch_errno(action) for label, action in actions.items()})
         connection.recv()
 
 
-REFUSED = {
+EXPECTED_ERRNOS = {
     "read the link of an iov": errno.ENOENT,
     "find the link of a ring": errno.ENOENT,
     "remove the link of an iov": errno.ENOENT,
@@ -274,10 +274,10 @@ def test_attempts_through_the_mount_are_refused(folders: tuple[Path, Path], evid
     (mount / "readable").write_bytes(bytes(64 * KIB))
     with UserProcess(ALICE, lambda pipe: publish_by_links(mount, pipe)) as alice:
         victim = alice.receive()
-        with UserProcess(BOB, lambda pipe: attempts(mount, victim, pipe)) as bob:
+        with UserProcess(BOB, lambda pipe: try_attacks(mount, victim, pipe)) as bob:
             results = bob.receive()
             evidence["refused"] = {label: errno.errorcode.get(number, number) for label, number in results.items()}
-            assert results == REFUSED
+            assert results == EXPECTED_ERRNOS
         assert alice.ask() == 64 * KIB
     assert (mount / "folder" / "file").exists()
 
@@ -291,14 +291,14 @@ def test_killed_link_clients_of_one_user_do_not_harm_another(folders: tuple[Path
     ):
         alice.receive()
         root.receive()
-        published = set(links.iterdir())
+        links_before = set(links.iterdir())
         for _ in range(10):
             with UserProcess(BOB, lambda pipe: publish_by_links(mount, pipe)) as bob:
                 target = Path(bob.receive()["target"])
                 assert bob.ask() == 64 * KIB
                 bob.connection.send(None)  # The process is killed while it reads.
             assert alice.ask() == root.ask() == 64 * KIB
-            wait_until(lambda: set(links.iterdir()) == published, "the links of the killed client end", timeout_s=30)
+            wait_until(lambda: set(links.iterdir()) == links_before, "the links of the killed client end", timeout_s=30)
             assert not target.exists()
 
 
@@ -325,12 +325,12 @@ def test_ring_has_the_files_of_its_user_only(folders: tuple[Path, Path]) -> None
         assert user.receive() == [4 * KIB, -errno.EBADF]
 
 
-# The arguments of a call of prctl(2) that has an effect on the server, which is started by exec.
-# PR_CAPBSET_DROP, CAP_SETUID: the kernel takes a capability from root at exec if it is not in the bounding set.
+# Arguments of a call of prctl(2) in the process that then starts the server by exec. PR_CAPBSET_DROP, CAP_SETUID: the
+# kernel takes a capability from root at exec if it is not in the bounding set.
 WITHOUT_SETUID = "24, 7"
 # PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP: a thread that acts as another user keeps the capabilities of root.
 WITH_CAPABILITIES_OF_ROOT = "28, 4"
-SERVER = """
+SERVER_PROGRAM = """
 import ctypes, os, sys
 assert ctypes.CDLL(None).prctl({}, 0, 0, 0) == 0
 os.execv(sys.executable, [sys.executable, "-m", "gdrkit", *sys.argv[1:]])
@@ -341,7 +341,7 @@ os.execv(sys.executable, [sys.executable, "-m", "gdrkit", *sys.argv[1:]])
 def test_server_that_cannot_change_its_user_is_refused(tmp_path: Path, prctl: str) -> None:
     store, mount = tmp_path / "store", tmp_path / "mount"
     mount.mkdir()
-    program = [sys.executable, "-c", SERVER.format(prctl)]
+    program = [sys.executable, "-c", SERVER_PROGRAM.format(prctl)]
     with run_storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0", program=program) as server:
         options = ("--server", server.address, "--token-file", str(store / ".gdrkit" / "token"), "--shared")
         with pytest.raises(AssertionError, match=r"cannot serve several users: .*user 65534"):
@@ -352,7 +352,7 @@ def test_server_that_cannot_change_its_user_is_refused(tmp_path: Path, prctl: st
 def open_as_user(store: Path, connection: Connection) -> None:
     """Open a store without root, and try to act as another user."""
     with FileStore(store) as files:
-        connection.send(errno_of(lambda: files.set_user(messages.SetUser(0, 0))))
+        connection.send(catch_errno(lambda: files.set_user(messages.SetUser(0, 0))))
 
 
 def test_server_without_root_cannot_change_its_user() -> None:

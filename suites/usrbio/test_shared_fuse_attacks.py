@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.processes import wait_until
-from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, publish_iov_and_ring, shared_mount, transfer
+from usrbio.user_processes import (
+    ALICE,
+    BOB,
+    GROUP,
+    UserProcess,
+    catch_errno,
+    publish_iov_and_ring,
+    shared_mount,
+    transfer,
+)
 
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -37,7 +46,7 @@ def mount() -> Iterator[Path]:
 
 
 def attack_by_rename(mount: Path, connection: Connection) -> None:
-    """Put the private folder of another user at the path of an own open file, and register the file."""
+    """Put the private folder of another user at the path of an open file of this user, and register the file."""
     folder = mount / "group"
     (folder / "own").mkdir()
     (folder / "own" / "key").write_bytes(bytes(64 * KIB))
@@ -52,8 +61,8 @@ def attack_by_rename(mount: Path, connection: Connection) -> None:
         hole = protocol.pack_punch(0, ((0, 64 * KIB),))
         connection.send(
             [
-                errno_of(lambda: client.register_file(fd)),
-                errno_of(lambda: client.request(AgentRequest.PUNCH_HOLE, hole, [fd])),
+                catch_errno(lambda: client.register_file(fd)),
+                catch_errno(lambda: client.request(AgentRequest.PUNCH_HOLE, hole, [fd])),
             ]
         )
 
@@ -85,15 +94,15 @@ def read_registered(mount: Path, path: Path, connection: Connection) -> None:
 
 def test_new_session_reopens_files_as_their_user() -> None:
     with shared_mount() as (agent, mount, _plain):
-        path, stored = mount / "file", mount.parent / "store" / "file"
+        path, stored_file = mount / "file", mount.parent / "store" / "file"
         path.write_bytes(bytes(64 * KIB))
-        stored.chmod(0o644)
+        stored_file.chmod(0o644)
         with UserProcess(BOB, lambda pipe: read_registered(mount, path, pipe), groups=[GROUP]) as bob:
             assert bob.receive() == 4 * KIB
             # Until the agent notices the end of the session, its own reads of cached bytes have the old access.
             # The second mode would allow the access that the server has refused.
             for mode, old_results in ((0o600, {-errno.EREMOTEIO, 4 * KIB}), (0o644, {-errno.EREMOTEIO})):
-                stored.chmod(mode)
+                stored_file.chmod(mode)
                 os.kill(agent.server_process_id(), signal.SIGKILL)
                 results = [-errno.EREMOTEIO]
 
@@ -105,7 +114,7 @@ def test_new_session_reopens_files_as_their_user() -> None:
                 assert results[-1] == -errno.EACCES
 
 
-def shorten(folder: Path, connection: Connection) -> None:
+def shorten_files(folder: Path, connection: Connection) -> None:
     """Shorten programs of another user, each by another call, and send the errno of each call."""
 
     def punch() -> None:
@@ -116,26 +125,26 @@ def shorten(folder: Path, connection: Connection) -> None:
     def open_empty() -> None:
         os.close(os.open(folder / "open", os.O_WRONLY | os.O_TRUNC))
 
-    connection.send({"open": errno_of(open_empty), "punch": errno_of(punch)})
+    connection.send({"open": catch_errno(open_empty), "punch": catch_errno(punch)})
 
 
 def test_truncation_clears_the_set_user_id_bits(mount: Path) -> None:
-    stored = mount.parent / "store"
+    store_folder = mount.parent / "store"
     for name in ("open", "punch"):
-        (stored / name).write_bytes(bytes(64 * KIB))
-        os.chown(stored / name, ALICE, GROUP)
-        (stored / name).chmod(0o6777)
-    with UserProcess(BOB, lambda pipe: shorten(mount, pipe)) as bob:
+        (store_folder / name).write_bytes(bytes(64 * KIB))
+        os.chown(store_folder / name, ALICE, GROUP)
+        (store_folder / name).chmod(0o6777)
+    with UserProcess(BOB, lambda pipe: shorten_files(mount, pipe)) as bob:
         results = bob.receive()
-    modes = {name: oct((stored / name).stat().st_mode & 0o7777) for name in results}
+    modes = {name: oct((store_folder / name).stat().st_mode & 0o7777) for name in results}
     assert (results, modes) == (dict.fromkeys(results, 0), dict.fromkeys(results, oct(0o777)))
 
 
 def use_ioctls_without_capabilities(mount: Path, connection: Connection) -> None:
     """Give up all capabilities of root, and send the errno of each ioctl that names an entry of a folder."""
     # linux/capability.h: version 3, and the effective, permitted and inheritable sets of this thread.
-    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    assert ctypes.CDLL(None).capset(header, sets) == 0
+    header, capability_sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, capability_sets) == 0
     root_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
     inode = os.fstat(root_fd).st_ino
     requests = {
@@ -150,9 +159,9 @@ def use_ioctls_without_capabilities(mount: Path, connection: Connection) -> None
         fds = {virtual.RECURSIVE_RM: folder_fd, virtual.HARDLINK: file.fileno()}
         for request, argument in requests.items():
             action = functools.partial(fcntl.ioctl, fds.get(request, root_fd), request, bytearray(argument))
-            results[request] = errno_of(action)
+            results[request] = catch_errno(action)
         remove = functools.partial((mount / "3fs-virt" / "rm-rf" / "x").symlink_to, mount / "open")
-        results[0] = errno_of(remove)
+        results[0] = catch_errno(remove)
     connection.send(list(results.values()))
 
 

@@ -41,9 +41,9 @@ def mount(tmp_path: Path) -> Iterator[AgentMount]:
 @pytest.fixture
 def server(mount: AgentMount, tmp_path: Path) -> Iterator[EmbeddedServer]:
     (tmp_path / "store").mkdir()
-    embedded = EmbeddedServer(tmp_path / "store", mount)
-    yield embedded
-    embedded.close()
+    embedded_server = EmbeddedServer(tmp_path / "store", mount)
+    yield embedded_server
+    embedded_server.close()
 
 
 def is_running(process_id: int | None) -> bool:
@@ -112,16 +112,16 @@ def test_server_that_was_killed_is_started_again(server: EmbeddedServer) -> None
 
 
 def test_failed_start_of_a_server_has_its_exit_code(mount: AgentMount, tmp_path: Path) -> None:
-    embedded = EmbeddedServer(tmp_path / "missing", mount)
+    embedded_server = EmbeddedServer(tmp_path / "missing", mount)
     with pytest.raises(BrokenResource, match=r"ended with [1-9]\d* before it was ready") as error:
-        embedded.prepare()
+        embedded_server.prepare()
     assert error.value.reason is Reason.PEER_GONE
-    assert embedded.process_id is None
-    embedded.close()
+    assert embedded_server.process_id is None
+    embedded_server.close()
 
 
 @contextlib.contextmanager
-def held_server_lock(mount: AgentMount) -> Iterator[int]:
+def hold_server_lock(mount: AgentMount) -> Iterator[int]:
     """Hold the lock that the storage server of an earlier agent holds, until the block ends. Yield its descriptor."""
     lock_fd = mount.open("server.lock", os.O_RDWR | os.O_CREAT)
     try:
@@ -132,7 +132,7 @@ def held_server_lock(mount: AgentMount) -> Iterator[int]:
 
 
 def test_server_waits_for_the_end_of_an_earlier_one(server: EmbeddedServer, mount: AgentMount) -> None:
-    with held_server_lock(mount) as lock_fd:
+    with hold_server_lock(mount) as lock_fd:
         unlock = threading.Timer(0.5, fcntl.flock, [lock_fd, fcntl.LOCK_UN])
         unlock.start()
         server.prepare()
@@ -154,7 +154,7 @@ def test_running_server_holds_the_lock(server: EmbeddedServer, mount: AgentMount
 
 def test_earlier_server_that_does_not_end_is_reported(server: EmbeddedServer, mount: AgentMount) -> None:
     """The case takes 20 s, because an agent waits so long for the end of an earlier server."""
-    with held_server_lock(mount):
+    with hold_server_lock(mount):
         descriptors = set(Path("/proc/self/fd").iterdir())
         with pytest.raises(BrokenResource, match="the storage server of an earlier agent does not end") as error:
             server.prepare()

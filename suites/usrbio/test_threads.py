@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-ROUNDS = 3000
+ROUND_COUNT = 3000
 
 
 def test_ring_index_is_reused_before_its_completion_is_returned(tmp_path: Path) -> None:
@@ -30,15 +30,17 @@ def test_ring_index_is_reused_before_its_completion_is_returned(tmp_path: Path) 
         usrbio.register_fd(fd)
         iovec = usrbio.create_iovec(str(tmp_path), length_bytes=4 * KIB)
         ring = usrbio.make_ioring(str(tmp_path), 1, for_read=True)
-        completed: list[object] = []
+        completed_numbers: list[object] = []
 
         def collect_completions() -> None:
-            while len(completed) < ROUNDS:
-                completed.extend(iov.userdata for iov in ring.wait(min_results=1, timeout=timedelta(seconds=30)))
+            while len(completed_numbers) < ROUND_COUNT:
+                completed_numbers.extend(
+                    iov.userdata for iov in ring.wait(min_results=1, timeout=timedelta(seconds=30))
+                )
 
         waiter = threading.Thread(target=collect_completions)
         waiter.start()
-        for number in range(ROUNDS):
+        for number in range(ROUND_COUNT):
             while True:
                 try:
                     ring.prepare(iovec[0:512], read=True, fd=fd, off=0, userdata=number)
@@ -49,7 +51,7 @@ def test_ring_index_is_reused_before_its_completion_is_returned(tmp_path: Path) 
                     break
             ring.submit()
         waiter.join()
-        assert completed == list(range(ROUNDS))
+        assert completed_numbers == list(range(ROUND_COUNT))
         ring.destroy()
         usrbio.deregister_fd(fd)
         os.close(fd)

@@ -25,7 +25,7 @@ __all__ = [
     "BOB",
     "GROUP",
     "UserProcess",
-    "errno_of",
+    "catch_errno",
     "publish_iov_and_ring",
     "read_on_demand",
     "shared_mount",
@@ -69,9 +69,9 @@ class UserProcess:
     def receive(self) -> Any:  # noqa: ANN401 - any object that the function sends.
         """Return the next object that the function sent."""
         assert self.connection.poll(60), "the process sends nothing"
-        received = self.connection.recv()
-        assert not (isinstance(received, str) and received.startswith("Traceback")), received
-        return received
+        received_object = self.connection.recv()
+        assert not (isinstance(received_object, str) and received_object.startswith("Traceback")), received_object
+        return received_object
 
     def ask(self, question: object = None) -> Any:  # noqa: ANN401 - as receive().
         """Send an object and return the reply."""
@@ -112,7 +112,7 @@ def transfer(ring: RawRing, iov_id: bytes, inode: int, length: int = 4 * KIB) ->
 def read_on_demand(mount: Path, path: Path) -> Callable[[Connection], None]:
     """Return a function for a user's process, which reads a private file of the user for each message.
 
-    It publishes an iov and a ring, and first sends their names.
+    The function publishes an iov and a ring, and first sends their names.
     """
 
     def run(connection: Connection) -> None:
@@ -132,7 +132,7 @@ def read_on_demand(mount: Path, path: Path) -> Callable[[Connection], None]:
     return run
 
 
-def errno_of(action: Callable[[], object]) -> int:
+def catch_errno(action: Callable[[], object]) -> int:
     """Return the errno with which an action is refused, or 0."""
     try:
         action()

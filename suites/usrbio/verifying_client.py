@@ -37,18 +37,20 @@ def main(mount: Path, operation_count: int) -> None:
     ):
         memory = stack.enter_context(memoryview(iov))
         for batch in range(-(-operation_count // (2 * _RING_ENTRIES))):
-            expected = pattern.payload(len(memory), seed=batch)
-            memory[:] = expected
+            expected_bytes = pattern.payload(len(memory), seed=batch)
+            memory[:] = expected_bytes
             for ring, for_read in ((writer, False), (reader, True)):
                 if for_read:
                     memory[:] = bytes(len(memory))
                 for begin in range(0, len(memory), _OPERATION_BYTES):
                     ring.prepare(iov[begin : begin + _OPERATION_BYTES], for_read, fd, begin)
-                completed = ring.submit().wait(min_results=_RING_ENTRIES, timeout=_TIMEOUT)
-                counts_by_result.update(iov_slice.result for iov_slice in completed)
+                completed_slices = ring.submit().wait(min_results=_RING_ENTRIES, timeout=_TIMEOUT)
+                counts_by_result.update(iov_slice.result for iov_slice in completed_slices)
                 # An operation that did not complete in time counts as one of 0 bytes, which is a failure.
-                counts_by_result[0] += _RING_ENTRIES - len(completed)
-            wrong_bytes += 0 if memory == expected else sum(a != b for a, b in zip(memory, expected, strict=True))
+                counts_by_result[0] += _RING_ENTRIES - len(completed_slices)
+            wrong_bytes += (
+                0 if memory == expected_bytes else sum(a != b for a, b in zip(memory, expected_bytes, strict=True))
+            )
     usrbio.deregister_fd(fd)
     os.close(fd)
     failed = {number: count for number, count in counts_by_result.items() if number != _OPERATION_BYTES and count}

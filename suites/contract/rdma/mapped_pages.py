@@ -21,7 +21,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 def map_pages(count: int, *, unmapped_from: int | None = None, writable: bool = True) -> Iterator[int]:
     """Map `count` pages, and yield the address of the first page.
 
-    The pages from index `unmapped_from` on are unmapped again before the block.
+    The pages from index `unmapped_from` on are unmapped again before the block runs.
     """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import CompletionQueue, Nic
 
-__all__ = ["REQUIRED_ATTRIBUTES", "Mask", "RawQueuePair", "make_path_to_itself", "make_valid_attributes", "register"]
+__all__ = ["REQUIRED_ATTRIBUTES", "Mask", "RawQueuePair", "make_loopback_path", "make_valid_attributes", "register"]
 
 
 class Mask(enum.IntFlag):
@@ -75,7 +75,7 @@ def make_valid_attributes(nic: Nic) -> dict[str, int]:
     }
 
 
-def make_path_to_itself(nic: Nic, **changed_fields: int | str) -> dict[str, int | str]:
+def make_loopback_path(nic: Nic, **changed_fields: int | str) -> dict[str, int | str]:
     """Return the fields of ``ibv_ah_attr`` for the path from a NIC to itself, with `changed_fields` replaced."""
     fields: dict[str, int | str] = {
         "is_global": 1,
@@ -107,13 +107,13 @@ class RawQueuePair:
         return QueuePairState(_pyverbs.query_state(self.queue_pair))
 
     def move_to(self, state: QueuePairState | int, mask: Mask | None = None, **changed_fields: int) -> None:
-        """Make one transition to `state` with valid attributes. `changed_fields` replaces the values of some of them.
+        """Make one transition to `state` with valid attributes. `changed_fields` replaces some of their values.
 
         The call passes the attributes of `mask`. If `mask` is None, it passes the attributes that the transition
         requires.
         """
         attribute_mask = REQUIRED_ATTRIBUTES.get(QueuePairState(state), Mask(0)) if mask is None else mask
-        address = make_path_to_itself(self.nic) if Mask.AV in attribute_mask else None
+        address = make_loopback_path(self.nic) if Mask.AV in attribute_mask else None
         attributes = {**make_valid_attributes(self.nic), **changed_fields, "qp_state": int(state)}
         _pyverbs.modify(self.queue_pair, mask=int(attribute_mask | Mask.STATE), address=address, **attributes)
 

@@ -25,13 +25,13 @@ OPERATIONS = pytest.mark.parametrize("operation", ["write", "read"])
 
 
 def post_and_wait(
-    operation: str, pair: QueuePair, local_region: Region | list[ScatterGatherElement], remote: RemoteRange
+    operation: str, pair: QueuePair, local_region: Region | list[ScatterGatherElement], remote_range: RemoteRange
 ) -> Status:
     """Post a write or a read, and return the status of its completion."""
     if operation == "write":
-        pair.post_write(local_region, remote, work_id=1)
+        pair.post_write(local_region, remote_range, work_id=1)
     else:
-        pair.post_read(local_region, remote, work_id=1)
+        pair.post_read(local_region, remote_range, work_id=1)
     return pair.wait(WAIT_MS).status
 
 
@@ -85,8 +85,8 @@ def test_every_byte_inside_a_region_is_accessible(
         nic.register_host(local_bytes) as local_region,
         nic.register_host(remote_bytes) as remote_region,
     ):
-        remote = remote_region.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        assert post_and_wait(operation, requester, local_region, remote) is Status.SUCCESS
+        remote_range = remote_region.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        assert post_and_wait(operation, requester, local_region, remote_range) is Status.SUCCESS
     assert local_bytes == payload
     expected_bytes = bytearray(UNTOUCHED)
     expected_bytes[offset_bytes : offset_bytes + length_bytes] = payload
@@ -97,8 +97,8 @@ def test_every_byte_inside_a_region_is_accessible(
 def test_request_of_length_0_needs_no_key(nic: Nic, operation: str) -> None:
     # InfiniBand specification, C9-88: the responder does not check address and key of a request of length 0.
     with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
-        remote = replace(region.remote(length_bytes=0), rkey=region.rkey ^ 0x0100_0001)
-        assert post_and_wait(operation, requester, [], remote) is Status.SUCCESS
+        remote_range = replace(region.remote(length_bytes=0), rkey=region.rkey ^ 0x0100_0001)
+        assert post_and_wait(operation, requester, [], remote_range) is Status.SUCCESS
 
 
 @OPERATIONS

@@ -34,10 +34,10 @@ def test_invalid_depth_is_refused(nic: Nic, depth: int) -> None:
 
 def test_completions_of_a_queue_pair_are_in_request_order(nic: Nic) -> None:
     with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(8 * KIB)) as local_region:
-        remote = local_region.remote(length_bytes=16)
+        remote_range = local_region.remote(length_bytes=16)
         for work_id in range(16):
             post = requester.post_read if work_id % 3 == 1 else requester.post_write
-            post(local_region, remote, work_id=work_id, local_offset_bytes=4 * KIB)
+            post(local_region, remote_range, work_id=work_id, local_offset_bytes=4 * KIB)
         completions = [requester.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(16)]
     assert [completion.work_id for completion in completions] == list(range(16))
     expected_opcodes = [
@@ -62,9 +62,9 @@ def test_completion_has_the_work_id_of_its_request(nic: Nic, work_id: int) -> No
 
 def test_unsignaled_success_has_no_completion(nic: Nic) -> None:
     with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
-        remote = region.remote(length_bytes=16)
+        remote_range = region.remote(length_bytes=16)
         for work_id in range(4):
-            requester.post_write(region, remote, work_id=work_id, local_offset_bytes=512, signaled=work_id == 3)
+            requester.post_write(region, remote_range, work_id=work_id, local_offset_bytes=512, signaled=work_id == 3)
         assert requester.wait(WAIT_MS).expect(Status.SUCCESS).work_id == 3
         assert requester.send_queue.poll() == []
 
@@ -72,8 +72,8 @@ def test_unsignaled_success_has_no_completion(nic: Nic) -> None:
 def test_unsignaled_failure_has_a_completion(nic: Nic) -> None:
     with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
         with nic.register_host(bytearray(KIB)) as closed_region:
-            remote = closed_region.remote()
-        requester.post_write(region, remote, work_id=5, signaled=False)
+            remote_range = closed_region.remote()
+        requester.post_write(region, remote_range, work_id=5, signaled=False)
         failed_completion = requester.wait(WAIT_MS)
     assert (failed_completion.work_id, failed_completion.status) == (5, Status.REM_ACCESS_ERR)
 
@@ -87,9 +87,9 @@ def test_shared_queue_separates_completions_by_queue_pair(nic: Nic) -> None:
     ):
         first_pair.connect(second_pair.endpoint())
         second_pair.connect(first_pair.endpoint())
-        remote = region.remote(length_bytes=16)
-        first_pair.post_write(region, remote, work_id=1, local_offset_bytes=512)
-        second_pair.post_write(region, remote, work_id=2, local_offset_bytes=512)
+        remote_range = region.remote(length_bytes=16)
+        first_pair.post_write(region, remote_range, work_id=1, local_offset_bytes=512)
+        second_pair.post_write(region, remote_range, work_id=2, local_offset_bytes=512)
         completions = [queue.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(2)]
     assert {(completion.qp_number, completion.work_id) for completion in completions} == {
         (first_pair.number, 1),

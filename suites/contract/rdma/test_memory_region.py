@@ -149,6 +149,6 @@ def test_key_is_refused_after_deregistration(nic: Nic) -> None:
     remote_bytes = bytearray(KIB)
     with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as local_region:
         with nic.register_host(remote_bytes) as remote_region:
-            remote = remote_region.remote()
-        requester.post_write(local_region, remote, work_id=1)
+            remote_range = remote_region.remote()
+        requester.post_write(local_region, remote_range, work_id=1)
         assert requester.wait(WAIT_MS).status is Status.REM_ACCESS_ERR

@@ -11,7 +11,7 @@ from contract.rdma.raw_queue_pair import (
     REQUIRED_ATTRIBUTES,
     Mask,
     RawQueuePair,
-    make_path_to_itself,
+    make_loopback_path,
     make_valid_attributes,
 )
 
@@ -134,7 +134,7 @@ def test_invalid_attribute_value_is_refused(
 def test_gid_index_without_a_gid_is_refused(queue_pair: RawQueuePair, nic: Nic) -> None:
     queue_pair.advance(INIT)
     # The largest index that fits into ibv_global_route is outside the GID table, or at an empty entry.
-    address = make_path_to_itself(nic, sgid_index=255)
+    address = make_loopback_path(nic, sgid_index=255)
     attributes = {**make_valid_attributes(nic), "qp_state": int(RTR)}
     with require_errno(errno.EINVAL, errno.ENODATA):
         queue_pair.modify(REQUIRED_ATTRIBUTES[RTR] | Mask.STATE, address, **attributes)

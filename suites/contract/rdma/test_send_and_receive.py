@@ -25,20 +25,20 @@ REGION_BYTES = 80 * KIB
 # Message lengths in bytes: none, one byte, and lengths near the packet size of each path MTU.
 LENGTHS = [0, 1, 255, 1024, 1025, 4097, 64 * KIB]
 IMMEDIATES = [0, 1, 0x01020304, 0xFFFFFFFF]
-# A message that is too long is an invalid request in the specification (9.9.3), and a length error at the receiver.
-# rxe reports an operation error on both sides.
+# By the specification (9.9.3), a message that is too long is an invalid request for the requester, and a length error
+# for the receiver. rxe reports an operation error on both sides.
 TOO_LONG_AT_REQUESTER = frozenset({Status.REM_INV_REQ_ERR, Status.REM_OP_ERR})
 TOO_LONG_AT_RECEIVER = frozenset({Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR})
 
 
 def make_quarter_elements(region: Region, length_bytes: int) -> list[ScatterGatherElement]:
-    """Return four elements of one quarter of the region each, the last quarter first."""
+    """Return four elements, each with one quarter of the region, in reverse order."""
     quarter_bytes = length_bytes // 4
     return [region.element(offset_bytes=index * quarter_bytes, length_bytes=quarter_bytes) for index in (3, 2, 1, 0)]
 
 
 def reverse_quarters(data: bytes) -> bytes:
-    """Return the bytes that the elements of :func:`make_quarter_elements` contain, joined."""
+    """Return the quarters of the data in reverse order, like the elements of :func:`make_quarter_elements`."""
     quarter_bytes = len(data) // 4
     return b"".join(data[index * quarter_bytes : (index + 1) * quarter_bytes] for index in (3, 2, 1, 0))
 
