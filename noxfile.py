@@ -29,11 +29,18 @@ from automation.commands import (
     exit_with_pytest_code,
     fail_unless_zero,
     prepend_to_pythonpath,
-    say,
+    print_line,
 )
 from automation.docs import build_site, take_pictures
 from automation.environments import ensure_environment
-from automation.gdrkit_commands import cases, list_suite_parts, on_twins, plan_sessions, pytest, run_suites
+from automation.gdrkit_commands import (
+    add_default_cases,
+    list_suite_parts,
+    make_pytest_command,
+    make_twin_command,
+    plan_sessions,
+    run_suites,
+)
 from automation.lint import LINT_REQUIREMENTS, check_cpp, check_style
 from automation.machine import find_hardware, find_interpreter, make_path_with_sbin, may_load_rxe
 from automation.peers import prepare_cuda_peers, prepare_peers
@@ -54,43 +61,45 @@ SAMPLE_RECORDS = Path("reports", "baselines", "h200-1")
 @nox.session(default=False)
 def qualify(session: nox.Session) -> None:
     """Qualify this machine and write the report. Without hardware, run the cases on the software twins."""
-    run = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(twins=True)
     arguments = list(session.posargs)
     hardware_by_api = find_hardware()
     if any(hardware_by_api.values()):
-        say("hardware: " + ", ".join(itertools.chain(*hardware_by_api.values())))
+        print_line("hardware: " + ", ".join(itertools.chain(*hardware_by_api.values())))
     elif "--software" not in arguments:
-        say("no RDMA device and no GPU here: adding --software, which proves the code and not this machine")
+        print_line("no RDMA device and no GPU here: adding --software, which proves the code and not this machine")
         arguments.append("--software")
-    exit_unless_zero(call([str(run / "gdrkit"), "qualify", *arguments]))
+    exit_unless_zero(call([str(run_bin / "gdrkit"), "qualify", *arguments]))
 
 
 @nox.session
 def suites(session: nox.Session) -> None:
     """Run the suites on the software twins. Arguments select cases: nox -s suites -- suites/rdma -k write."""
-    run = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(twins=True)
     system_packages.install_fuse()
     system_packages.install_mpi()
     system_packages.install_filesystem_tools()
     system_packages.install_strace()
     # The throughput cases also run, with small sizes. Their numbers mean nothing on twins, but errors are found early.
     if not session.posargs:
-        run_suites(session, run, list_suite_parts(), *on_twins(run), measures_coverage=True)
+        run_suites(session, run_bin, list_suite_parts(), *make_twin_command(run_bin), measures_coverage=True)
     else:
-        arguments = cases(session.posargs, *ALL_CASES, "hardware/throughput")
-        exit_with_pytest_code(session, call([*on_twins(run), *pytest(run), *arguments]))
+        arguments = add_default_cases(session.posargs, *ALL_CASES, "hardware/throughput")
+        exit_with_pytest_code(session, call([*make_twin_command(run_bin), *make_pytest_command(run_bin), *arguments]))
 
 
 @nox.session
 def meta(session: nox.Session) -> None:
     """Check the project: levels, seams, banned words, libraries that `import gdrkit` opens, exit codes, the wheel."""
-    run = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(twins=True)
     builds.build_wheel()
     ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS_REQUIREMENTS)
     if not session.posargs:
-        run_suites(session, run, {path.stem: [path] for path in sorted((ROOT / "suites" / "meta").glob("test_*.py"))})
+        run_suites(
+            session, run_bin, {path.stem: [path] for path in sorted((ROOT / "suites" / "meta").glob("test_*.py"))}
+        )
     else:
-        exit_with_pytest_code(session, call([*pytest(run), "suites/meta", *session.posargs]))
+        exit_with_pytest_code(session, call([*make_pytest_command(run_bin), "suites/meta", *session.posargs]))
 
 
 @nox.session
@@ -99,16 +108,16 @@ def lint(session: nox.Session) -> None:
     corrects what the first two can correct.
     """
     tools = ensure_environment("lint", python=find_interpreter()[0], requirements=LINT_REQUIREMENTS)
-    system_packages.install(system_packages.find_missing_build_packages(find_interpreter()[0]))
+    system_packages.install_packages(system_packages.find_missing_build_packages(find_interpreter()[0]))
     fail_unless_zero(session, [*check_style(tools, fix="--fix" in session.posargs), *check_cpp(tools)])
 
 
 @nox.session
 def types(session: nox.Session) -> None:
     """Check the types of all Python here with mypy --strict."""
-    run = builds.prepare_run(twins=False, native_parts=False)
+    run_bin = builds.prepare_run(twins=False, native_parts=False)
     tools = ensure_environment("types", python=find_interpreter()[0], requirements=TYPES_REQUIREMENTS)
-    command = [str(tools / "mypy"), "--python-executable", str(run / "python"), *session.posargs]
+    command = [str(tools / "mypy"), "--python-executable", str(run_bin / "python"), *session.posargs]
     fail_unless_zero(session, [call(command)])
 
 
@@ -117,7 +126,7 @@ def native(session: nox.Session) -> None:
     """Build the native code and run its tests: as a release build, and with the address and undefined-behaviour
     sanitizers.
     """
-    system_packages.install(system_packages.find_missing_build_packages(find_interpreter()[0]))
+    system_packages.install_packages(system_packages.find_missing_build_packages(find_interpreter()[0]))
     # The twins are built first, because the product's tests load the twins that were built with the same preset.
     builds_to_check = itertools.product((builds.TWINS, builds.NATIVE), ("release", "asan-ubsan"))
     fail_unless_zero(session, [builds.check_native(tree, preset) for tree, preset in builds_to_check])
@@ -128,22 +137,29 @@ def long(session: nox.Session) -> None:
     """Run the slow checks: the native tests with the thread sanitizer, the suites with ten seeds, the state machines,
     fuzzers and kill campaigns with large numbers, and a build of the wheels that reuses no earlier build.
     """
-    run = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(twins=True)
     system_packages.install_fuse()
     system_packages.install_filesystem_tools()
-    codes = [builds.check_native(tree, "tsan") for tree in (builds.TWINS, builds.NATIVE)]
+    exit_codes = [builds.check_native(tree, "tsan") for tree in (builds.TWINS, builds.NATIVE)]
     # The wheels are built without the precompiled header, and each file alone. A file that lacks an include then fails
     # to compile.
-    wheel = [str(run / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]
+    wheel = [str(run_bin / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]
     wheel += ["-C", "cmake.define.CMAKE_UNITY_BUILD=OFF"]
-    codes += [call([*wheel, "-w", str(ROOT / "build" / "alone"), str(tree)]) for tree in (ROOT, builds.TWINS)]
+    exit_codes += [call([*wheel, "-w", str(ROOT / "build" / "alone"), str(tree)]) for tree in (ROOT, builds.TWINS)]
     for seed in long_run.SEEDS:
-        command = [*pytest(run), *ALL_CASES, "-q", *session.posargs]
-        codes.append(call([*on_twins(run, "--seed", str(seed)), *command]))
+        command = [*make_pytest_command(run_bin), *ALL_CASES, "-q", *session.posargs]
+        exit_codes.append(call([*make_twin_command(run_bin, "--seed", str(seed)), *command]))
     # These cases take minutes, so faulthandler gets a longer time after which it reports a hang.
-    command = [*pytest(run), *long_run.CASES, "-q", "-o", "faulthandler_timeout=1800", *session.posargs]
-    codes.append(call([*on_twins(run), *command], environ=long_run.NUMBERS))
-    fail_unless_zero(session, codes)
+    command = [
+        *make_pytest_command(run_bin),
+        *long_run.CASES,
+        "-q",
+        "-o",
+        "faulthandler_timeout=1800",
+        *session.posargs,
+    ]
+    exit_codes.append(call([*make_twin_command(run_bin), *command], environ=long_run.NUMBERS))
+    fail_unless_zero(session, exit_codes)
 
 
 @nox.session
@@ -151,10 +167,10 @@ def review(session: nox.Session) -> None:
     """Show that the cases of the GDR review can fail: insert each defect, check that a case fails, write
     docs/findings.md.
     """
-    run = builds.prepare_run(twins=True)
-    libraries = builds.build_defects(run)
-    program = [str(run / "python"), "-m", "meta.defects.run", "--libraries", str(libraries)]
-    command = [*on_twins(run), *program, *session.posargs]
+    run_bin = builds.prepare_run(twins=True)
+    libraries = builds.build_defects(run_bin)
+    program = [str(run_bin / "python"), "-m", "meta.defects.run", "--libraries", str(libraries)]
+    command = [*make_twin_command(run_bin), *program, *session.posargs]
     # The defects are in no installed package. The review and its child processes import them by this PYTHONPATH.
     fail_unless_zero(session, [call(command, environ=prepend_to_pythonpath(ROOT / "suites"))])
 
@@ -164,24 +180,37 @@ def mutants(session: nox.Session) -> None:
     """Change a copy of the product in one place at a time, and run the cases on each change. The exit code is 0 if
     cases fail for nine of ten changes. Options: -- [--module wire] [--count 20] [--jobs 2] [--records FILE].
     """
-    run = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(twins=True)
     system_packages.install_filesystem_tools()
-    operators = (
+    mutmut_python = (
         ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS_REQUIREMENTS) / "python"
     )
     tools = builds.ensure_build_tools()
-    program = [str(run / "python"), "-m", "meta.mutants.run", "--operators", str(operators), "--tools", str(tools)]
+    program = [
+        str(run_bin / "python"),
+        "-m",
+        "meta.mutants.run",
+        "--operators",
+        str(mutmut_python),
+        "--tools",
+        str(tools),
+    ]
     exit_unless_zero(call([*program, *session.posargs], environ=prepend_to_pythonpath(ROOT / "suites")))
 
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure the overhead of gdrkit, next to other software in the same run. -- --records FILE keeps the numbers."""
-    run = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(twins=True)
     programs = builds.build_bench_programs()
     # The default of 4 GiB would take more than nine minutes on the twins, without a further result.
     os.environ.setdefault("GDRKIT_BENCH_STORAGE_MIB", "64")
-    command = [*on_twins(run), *pytest(run), "--benchmark-enable", *cases(session.posargs, "suites/bench")]
+    command = [
+        *make_twin_command(run_bin),
+        *make_pytest_command(run_bin),
+        "--benchmark-enable",
+        *add_default_cases(session.posargs, "suites/bench"),
+    ]
     exit_with_pytest_code(session, call(command, environ={"GDRKIT_BENCH_PROGRAMS": str(programs)}))
 
 
@@ -193,13 +222,15 @@ def hardware(session: nox.Session) -> None:
     hardware_by_api = find_hardware()
     missing_apis = [api for api, devices in hardware_by_api.items() if not devices]
     if len(missing_apis) == len(hardware_by_api):
-        say("no RDMA device in /sys/class/infiniband, no NVIDIA driver in /proc/driver, no NVIDIA GPU or Gaudi on PCI:")
-        say("nothing can be proven on this machine. `nox -s suites` runs the same cases on the software twins.")
+        print_line(
+            "no RDMA device in /sys/class/infiniband, no NVIDIA driver in /proc/driver, no NVIDIA GPU or Gaudi on PCI:"
+        )
+        print_line("nothing can be proven on this machine. `nox -s suites` runs the same cases on the software twins.")
         sys.exit(NOTHING_PROVEN)
-    say("hardware: " + ", ".join(itertools.chain(*hardware_by_api.values())))
-    run = builds.prepare_run(twins=bool(missing_apis))
-    for name, session_plan in plan_sessions(run).items():
-        say(f"nox -s {name}: {'runs' if session_plan['fits'] else 'does not run'}: {session_plan['why']}")
+    print_line("hardware: " + ", ".join(itertools.chain(*hardware_by_api.values())))
+    run_bin = builds.prepare_run(twins=bool(missing_apis))
+    for name, session_plan in plan_sessions(run_bin).items():
+        print_line(f"nox -s {name}: {'runs' if session_plan['fits'] else 'does not run'}: {session_plan['why']}")
         if session_plan["fits"]:
             session.notify(name, posargs=[*session_plan["arguments"], *session.posargs])
 
@@ -208,44 +239,46 @@ def hardware(session: nox.Session) -> None:
 def direct(session: nox.Session) -> None:
     """Run the suites on the hardware of this machine, and on software twins of the missing hardware."""
     missing_apis = [api for api, devices in find_hardware().items() if not devices]
-    run = builds.prepare_run(twins=bool(missing_apis))
+    run_bin = builds.prepare_run(twins=bool(missing_apis))
     system_packages.install_fuse()
     system_packages.install_filesystem_tools()
-    launcher = on_twins(run, "--apis", ",".join(missing_apis)) if missing_apis else []
-    exit_with_pytest_code(session, call([*launcher, *pytest(run), *cases(session.posargs, *ALL_CASES)]))
+    launcher = make_twin_command(run_bin, "--apis", ",".join(missing_apis)) if missing_apis else []
+    exit_with_pytest_code(
+        session, call([*launcher, *make_pytest_command(run_bin), *add_default_cases(session.posargs, *ALL_CASES)])
+    )
 
 
 @nox.session(default=False)
 def lab(session: nox.Session) -> None:
-    """Run the RDMA suites on a real kernel's RDMA stack, and compare the results with those on the twins. The suites
-    use the RDMA devices of this machine or its module rdma_rxe, and without both a virtual machine.
+    """Run the RDMA suites on a real kernel's RDMA stack, and compare the results with the twins. The suites
+    use the RDMA devices of this machine or its module rdma_rxe or, without both, a virtual machine.
     """
     # depmod and other programs are in /sbin, which the PATH of ordinary users does not have on Debian.
     os.environ["PATH"] = make_path_with_sbin()
     has_rdma_here = bool(find_hardware()["verbs"]) or may_load_rxe()
     location_options = ["--here"] if has_rdma_here else [f"--tools={builds.ensure_lab_tools()}"]
     system_packages.install_perftest()
-    run = builds.prepare_run(twins=True)
-    exit_unless_zero(call([str(run / "python"), "-m", "hardware.lab", *location_options, *session.posargs]))
+    run_bin = builds.prepare_run(twins=True)
+    exit_unless_zero(call([str(run_bin / "python"), "-m", "hardware.lab", *location_options, *session.posargs]))
 
 
 @nox.session(default=False)
 def peers(session: nox.Session) -> None:
     """Run stock RDMA programs of Debian and PyPI on the software twins, as their users run them, and print which work:
     -- [--only TEXT] [--records FILE]. With --lab they run on a real kernel's Soft-RoCE too. -- cuda runs programs with
-    GPU memory, whose packages have six gigabytes.
+    GPU memory, whose packages take six gigabytes.
     """
     os.environ["PATH"] = make_path_with_sbin()
     if session.posargs[:1] == ["cuda"]:
         python = prepare_cuda_peers()
-        run = builds.prepare_run(twins=True)
-        program = [str(run / "python"), "-m", "hardware.peers", "--cuda", "--python", str(python)]
+        run_bin = builds.prepare_run(twins=True)
+        program = [str(run_bin / "python"), "-m", "hardware.peers", "--cuda", "--python", str(python)]
         exit_unless_zero(call([*program, *session.posargs[1:]]))
         return
     python, tests = prepare_peers(with_libraries="--lab" in session.posargs)
     lab_options = [f"--tools={builds.ensure_lab_tools()}"] if "--lab" in session.posargs else []
-    run = builds.prepare_run(twins=True)
-    program = [str(run / "python"), "-m", "hardware.peers", "--python", str(python), "--tests", str(tests)]
+    run_bin = builds.prepare_run(twins=True)
+    program = [str(run_bin / "python"), "-m", "hardware.peers", "--python", str(python), "--tests", str(tests)]
     exit_unless_zero(call([*program, *lab_options, *session.posargs]))
 
 
@@ -258,7 +291,7 @@ def bundle(session: nox.Session) -> None:
     arguments = iter(session.posargs)
     options = {name.removeprefix("--"): next(arguments, "") for name in arguments}
     if not options.keys() <= {"python", "output", "extras"} or not all(options.values()):
-        say("usage: nox -s bundle -- [--python VERSION_OR_PATH] [--output FOLDER] [--extras FOLDER]")
+        print_line("usage: nox -s bundle -- [--python VERSION_OR_PATH] [--output FOLDER] [--extras FOLDER]")
         sys.exit(WRONG_USAGE)
     extras = Path(options["extras"]).resolve() if "extras" in options else None
     output = Path(options.get("output", ROOT / "build" / "bundle"))
@@ -273,13 +306,13 @@ def wheels(session: nox.Session) -> None:
     """
     option, *names = session.posargs or ["--arch", *release.ARCHITECTURES]
     if option != "--arch" or not names or not set(names) <= release.ARCHITECTURES.keys():
-        say(f"usage: nox -s wheels -- [--arch {'|'.join(release.ARCHITECTURES)}]")
+        print_line(f"usage: nox -s wheels -- [--arch {'|'.join(release.ARCHITECTURES)}]")
         sys.exit(WRONG_USAGE)
     release_wheels = release.build_release(names)
     release.print_table(release_wheels)
-    codes = release.check_wheels() if "x86_64" in names else []
-    codes += release.check_native_in_emulator() if "aarch64" in names else []
-    fail_unless_zero(session, codes)
+    exit_codes = release.check_wheels() if "x86_64" in names else []
+    exit_codes += release.check_native_in_emulator() if "aarch64" in names else []
+    fail_unless_zero(session, exit_codes)
 
 
 @nox.session(default=False)
@@ -297,10 +330,10 @@ def pages(session: nox.Session) -> None:
     reports/runs/pages.
     """
     axe = builds.ensure_axe()
-    run = builds.prepare_run(twins=False)
+    run_bin = builds.prepare_run(twins=False)
     environ = {"GDRKIT_AXE": str(axe), "GDRKIT_PICTURES": str(ROOT / "reports" / "runs" / "pages")}
     environ |= builds.ensure_playwright()
-    command = [*pytest(run), "suites/report/test_in_browser.py", *session.posargs]
+    command = [*make_pytest_command(run_bin), "suites/report/test_in_browser.py", *session.posargs]
     exit_with_pytest_code(session, call(command, environ=environ))
 
 
@@ -309,14 +342,14 @@ def sample(session: nox.Session) -> None:
     """Create docs/sample-report/index.html and the pictures of the README again, from the records of a real machine in
     reports/baselines.
     """
-    run = builds.prepare_run(twins=False)
+    run_bin = builds.prepare_run(twins=False)
     report_folder, page = ROOT / "build" / "sample-report", ROOT / "docs" / "sample-report" / "index.html"
-    command = [str(run / "gdrkit"), "report", str(ROOT / SAMPLE_RECORDS), "--output", str(report_folder)]
+    command = [str(run_bin / "gdrkit"), "report", str(ROOT / SAMPLE_RECORDS), "--output", str(report_folder)]
     exit_unless_zero(call([*command, *session.posargs]))
     page.parent.mkdir(exist_ok=True)
     shutil.copyfile(report_folder / "index.html", page)
-    say(f"made {page.relative_to(ROOT)}")
-    exit_unless_zero(take_pictures(run, page))
+    print_line(f"wrote {page.relative_to(ROOT)}")
+    exit_unless_zero(take_pictures(run_bin, page))
 
 
 @nox.session(default=False)
@@ -324,12 +357,15 @@ def docs(session: nox.Session) -> None:
     """Build the documentation site into build/docs/html, where a warning is an error, and run the examples and the code
     of the documents on the software twins.
     """
-    run = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(twins=True)
     builds.build_wheel()
     names = ("documents", "examples", "reference", "sharing_doc", "snippets", "wheel")
     cases_of_documents = [f"suites/meta/test_{name}.py" for name in names]
-    codes = [build_site(run), call([*pytest(run), "-rP", *cases_of_documents, *session.posargs])]
-    fail_unless_zero(session, codes)
+    exit_codes = [
+        build_site(run_bin),
+        call([*make_pytest_command(run_bin), "-rP", *cases_of_documents, *session.posargs]),
+    ]
+    fail_unless_zero(session, exit_codes)
 
 
 @nox.session(default=False)

@@ -10,10 +10,29 @@ import json
 import shutil
 from pathlib import Path
 
-from automation.commands import ROOT, call, prepend_to_path, prepend_to_pythonpath, require, say, stop
-from automation.environments import BUILD_CONSTRAINTS, ENVIRONMENTS, digest, ensure_environment, lock_environments
+from automation.commands import (
+    ROOT,
+    call,
+    exit_setup_missing,
+    prepend_to_path,
+    prepend_to_pythonpath,
+    print_line,
+    run_or_exit,
+)
+from automation.environments import (
+    BUILD_CONSTRAINTS,
+    ENVIRONMENTS,
+    compute_digest,
+    ensure_environment,
+    lock_environments,
+)
 from automation.machine import find_interpreter, has_pyverbs, python_version
-from automation.system_packages import LAB_PROGRAMS, find_missing_build_packages, find_missing_pyverbs_packages, install
+from automation.system_packages import (
+    LAB_PROGRAMS,
+    find_missing_build_packages,
+    find_missing_pyverbs_packages,
+    install_packages,
+)
 from gdrkit.remedies import system_install
 
 __all__ = [
@@ -53,7 +72,7 @@ RUN_REQUIREMENTS = (
 KVIKIO_REQUIREMENTS = ("kvikio-cu13==26.10.*", "libkvikio-cu13==26.10.*", "rapids-logger==0.3.*", "packaging")
 # The accessibility rules differ between versions.
 AXE_PACKAGE = "axe-core@4.14.1"
-# Playwright controls the Chromium of this machine. Their versions need not match.
+# Playwright controls the Chromium of this machine. The versions of the two programs need not match.
 PLAYWRIGHT_REQUIREMENTS = ("playwright==1.65.2",)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BENCH_PROGRAMS = ("usrbio_path_bench", "usrbio_ring_bench")
@@ -62,8 +81,8 @@ BENCH_PROGRAMS = ("usrbio_path_bench", "usrbio_ring_bench")
 def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
     """Create the environment that runs the suites, and return its bin folder.
 
-    It has gdrkit as an editable installation of this tree, and the dependencies of gdrkit. With `twins` it also has the
-    software twins, and with `native_parts` the native parts of the product.
+    The environment has gdrkit as an editable installation of this tree, and the dependencies of gdrkit. With `twins`,
+    it also has the software twins. With `native_parts`, the native parts of the product are built into this tree.
     """
     python, build_pyverbs = find_interpreter()
     packages = find_missing_build_packages(python) if twins or native_parts or build_pyverbs else []
@@ -71,14 +90,14 @@ def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
         packages += find_missing_pyverbs_packages()
     elif not has_pyverbs():
         packages.append("python3-pyverbs")
-    install(packages)
+    install_packages(packages)
     requirements = (
         *RUN_REQUIREMENTS,
         *((PYVERBS_REQUIREMENT,) if build_pyverbs else ()),
         "-e",
         f"{ROOT}[qualify,cuda13,cufile,fuse,monitor,mpi]",
     )
-    run = ensure_environment(
+    run_bin = ensure_environment(
         "run",
         python=python,
         requirements=requirements,
@@ -86,10 +105,10 @@ def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
         optional_requirements=KVIKIO_REQUIREMENTS,
     )
     if twins:
-        _install_twins(run)
+        _install_twins(run_bin)
     if native_parts:
         _install_native()
-    return run
+    return run_bin
 
 
 def ensure_build_tools() -> Path:
@@ -99,42 +118,47 @@ def ensure_build_tools() -> Path:
 
 def ensure_lab_tools() -> Path:
     """Install the programs that start the virtual machine of the lab, and return the folder of vng."""
-    missing = [package for name, package in LAB_PROGRAMS.items() if not shutil.which(name)]
-    install(missing)
+    missing_packages = [package for name, package in LAB_PROGRAMS.items() if not shutil.which(name)]
+    install_packages(missing_packages)
     return ensure_environment("lab", python=find_interpreter()[0], requirements=LAB_REQUIREMENTS)
 
 
 def ensure_playwright() -> dict[str, str]:
-    """Install a browser and Playwright if they are missing, and return variables with which Python can import it."""
+    """Install a browser and Playwright if they are missing. Return variables with which Python imports Playwright."""
     if not any(map(shutil.which, BROWSERS)):
-        install(["chromium"])
+        install_packages(["chromium"])
     environment = ensure_environment("playwright", python=find_interpreter()[0], requirements=PLAYWRIGHT_REQUIREMENTS)
     return prepend_to_pythonpath(next(environment.parent.glob("lib/python*/site-packages")))
 
 
 def ensure_axe() -> Path:
     """Install axe-core if it is missing, and return the path of axe.min.js."""
-    tools = ENVIRONMENTS / "pages"
-    axe = tools / "node_modules" / "axe-core"
+    npm_folder = ENVIRONMENTS / "pages"
+    axe_folder = npm_folder / "node_modules" / "axe-core"
     with lock_environments():
-        installed_version = json.loads((axe / "package.json").read_text())["version"] if axe.exists() else None
+        installed_version = (
+            json.loads((axe_folder / "package.json").read_text())["version"] if axe_folder.exists() else None
+        )
         if installed_version != AXE_PACKAGE.rpartition("@")[2]:
             if not shutil.which("npm"):
-                stop(f"npm is needed to install axe-core: {system_install('npm')}")
-            require(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(tools), AXE_PACKAGE])
-    return axe / "axe.min.js"
+                exit_setup_missing(f"npm is needed to install axe-core: {system_install('npm')}")
+            run_or_exit(
+                ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(npm_folder), AXE_PACKAGE]
+            )
+    return axe_folder / "axe.min.js"
 
 
 def ensure_pyverbs_wheel(tools: Path, *, tag: str) -> Path:
     """Build the wheel of pyverbs for the Python of `tools`, and return its path.
 
-    It is built only once for each `tag` of Python, because the build takes minutes and does not depend on this tree.
+    The wheel is built only once for each `tag` of Python, because the build takes minutes and does not depend on this
+    tree.
     """
     folder = ROOT / "build" / "pyverbs" / tag
     if not list(folder.glob("pyverbs-*.whl")):
         pip_wheel = [str(tools / "pip"), "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
         # The variables limit the versions of the build tools that pip installs.
-        require([*pip_wheel, PYVERBS_REQUIREMENT], environ=BUILD_CONSTRAINTS)
+        run_or_exit([*pip_wheel, PYVERBS_REQUIREMENT], environ=BUILD_CONSTRAINTS)
     (wheel,) = folder.glob("pyverbs-*.whl")
     return wheel
 
@@ -142,10 +166,10 @@ def ensure_pyverbs_wheel(tools: Path, *, tag: str) -> Path:
 def build_bench_programs() -> Path:
     """Build the native benchmark programs, and return their folder."""
     tools = ensure_build_tools()
-    configure, build = _read_preset_steps(tools, "release", testing=True)
+    configure, build = _make_preset_commands(tools, "release", with_tests=True)
     with lock_environments():
         for step in (configure, [*build, "--target", *BENCH_PROGRAMS]):
-            require([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=NATIVE)
+            run_or_exit([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=NATIVE)
     return ROOT / "build" / "native" / "release" / "usrbio" / "tests"
 
 
@@ -158,7 +182,7 @@ def build_wheel() -> None:
         for old_wheel in wheels.glob("gdrkit-*.whl"):
             old_wheel.unlink()
         build_folder_option = f"build-dir={ROOT / 'build' / 'native' / 'release'}"
-        require([str(tools / "pip"), *pip_wheel, "-C", build_folder_option], environ=prepend_to_path(tools))
+        run_or_exit([str(tools / "pip"), *pip_wheel, "-C", build_folder_option], environ=prepend_to_path(tools))
 
 
 def build_defects(run_bin: Path) -> Path:
@@ -175,16 +199,16 @@ def build_defects(run_bin: Path) -> Path:
     )
     with lock_environments():
         patch = [str(run_bin / "python"), "-m", "meta.defects.native", str(build_folder / "patched")]
-        require(patch, environ=prepend_to_pythonpath(ROOT / "suites"))
+        run_or_exit(patch, environ=prepend_to_pythonpath(ROOT / "suites"))
         for step in steps:
-            require([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools))
+            run_or_exit([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools))
     return build_folder
 
 
 def check_native(tree: Path, preset: str) -> int:
     """Configure, build and test one CMake preset of a native project. Return 0, or the exit code of the failed step."""
     tools = ensure_build_tools()
-    configure, build = _read_preset_steps(tools, preset, testing=True)
+    configure, build = _make_preset_commands(tools, preset, with_tests=True)
     if tree == NATIVE:
         # The product's native tests load the twins that were built with the same preset.
         twins = ROOT / "build" / "twins" / preset / "lib"
@@ -196,25 +220,25 @@ def check_native(tree: Path, preset: str) -> int:
     return 0
 
 
-def _install_twins(run: Path) -> None:
+def _install_twins(run_bin: Path) -> None:
     """Build the wheel of the twins and install it, if their sources have changed."""
     sources = [path for path in _list_source_files(TWINS) if "tests" not in path.relative_to(TWINS).parts]
     sources += _list_source_files(NATIVE / "common")
-    stamp = run.parent / "twins-made-from"
-    expected_digest = digest([], sources)
+    digest_file = run_bin.parent / "twins-made-from"
+    expected_digest = compute_digest([], sources)
     tools = ensure_build_tools()
     with lock_environments():
-        if stamp.exists() and stamp.read_text() == expected_digest:
+        if digest_file.exists() and digest_file.read_text() == expected_digest:
             return
-        say("building the twins")
+        print_line("building the twins")
         wheels = ROOT / "build" / "wheels"
         shutil.rmtree(wheels, ignore_errors=True)
         pip_wheel = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(TWINS)]
         build_folder_option = f"build-dir={ROOT / 'build' / 'twins' / 'release'}"
-        require([str(tools / "pip"), *pip_wheel, "-C", build_folder_option], environ=prepend_to_path(tools))
+        run_or_exit([str(tools / "pip"), *pip_wheel, "-C", build_folder_option], environ=prepend_to_path(tools))
         wheel = next(wheels.glob("*.whl"))
-        require([str(run / "pip"), "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)])
-        stamp.write_text(expected_digest)
+        run_or_exit([str(run_bin / "pip"), "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)])
+        digest_file.write_text(expected_digest)
 
 
 def _install_native() -> None:
@@ -225,20 +249,20 @@ def _install_native() -> None:
         for path in _list_source_files(NATIVE)
         if TWINS not in path.parents and "tests" not in path.relative_to(NATIVE).parts
     ]
-    expected_digest = digest([python, str(python_version(python)), *BUILD_REQUIREMENTS], sources)
+    expected_digest = compute_digest([python, str(python_version(python)), *BUILD_REQUIREMENTS], sources)
     tools = ensure_build_tools()
-    # The modules are installed into this tree. A new environment does not need them again, so the stamp is in the build
+    # The modules are installed into this tree. A new environment does not need them again, so this file is in the build
     # folder and not in the environment.
-    stamp = ROOT / "build" / "native" / "installed-from"
+    digest_file = ROOT / "build" / "native" / "installed-from"
     with lock_environments():
-        if stamp.exists() and stamp.read_text() == expected_digest:
+        if digest_file.exists() and digest_file.read_text() == expected_digest:
             return
-        say("building the native parts")
-        stamp.unlink(missing_ok=True)
+        print_line("building the native parts")
+        digest_file.unlink(missing_ok=True)
         install_step = ["cmake", "--install", "../build/native/release", "--prefix", str(ROOT), "--component", "python"]
-        for step in (*_read_preset_steps(tools, "release", testing=False), install_step):
-            require([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=NATIVE)
-        stamp.write_text(expected_digest)
+        for step in (*_make_preset_commands(tools, "release", with_tests=False), install_step):
+            run_or_exit([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=NATIVE)
+        digest_file.write_text(expected_digest)
 
 
 def _list_source_files(tree: Path) -> list[Path]:
@@ -247,9 +271,9 @@ def _list_source_files(tree: Path) -> list[Path]:
     return [path for path in files if "__pycache__" not in path.parts]
 
 
-def _read_preset_steps(tools: Path, preset: str, *, testing: bool) -> list[list[str]]:
+def _make_preset_commands(tools: Path, preset: str, *, with_tests: bool) -> list[list[str]]:
     """Return the commands that configure and build one CMake preset."""
-    options = [f"-DBUILD_TESTING={'ON' if testing else 'OFF'}", f"-DPython_EXECUTABLE={tools / 'python'}"]
+    options = [f"-DBUILD_TESTING={'ON' if with_tests else 'OFF'}", f"-DPython_EXECUTABLE={tools / 'python'}"]
     # --no-warn-unused-cli: the twins have no Python modules, so CMake would warn about the unused Python_EXECUTABLE.
-    configure = ["cmake", "--preset", preset, *options, "--no-warn-unused-cli"]
-    return [configure, ["cmake", "--build", "--preset", preset]]
+    configure_command = ["cmake", "--preset", preset, *options, "--no-warn-unused-cli"]
+    return [configure_command, ["cmake", "--build", "--preset", preset]]

@@ -21,10 +21,10 @@ from automation.builds import (
     build_bench_programs,
     ensure_pyverbs_wheel,
 )
-from automation.commands import ROOT, call, get_output, prepend_to_path, require, say, stop
+from automation.commands import ROOT, call, exit_setup_missing, get_output, prepend_to_path, print_line, run_or_exit
 from automation.environments import ensure_environment, lock_environments
 from automation.machine import python_version
-from automation.system_packages import find_missing_build_packages, find_missing_pyverbs_packages, install
+from automation.system_packages import find_missing_build_packages, find_missing_pyverbs_packages, install_packages
 from gdrkit.remedies import system_install
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ __all__ = ["fill_bundle"]
 
 # Size limit of a copy to the GPU machine.
 BUNDLE_BYTES_MAX = 64 << 20
-# Loaders of model files, beside which gdrkit is measured. Their wheels are small.
+# Loaders of model files, with which gdrkit is compared. Their wheels are small.
 MODEL_LOADERS = ("safetensors", "fastsafetensors", "runai-model-streamer", "instanttensor")
 BUNDLE_CACHE = ROOT / "build" / "bundle-parts"
 
@@ -48,11 +48,11 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     """
     interpreter = shutil.which(python if "/" in python else f"python{python}")
     if interpreter is None or python_version(interpreter) < (3, 11):
-        stop(f"--python must name an installed Python, 3.11 or newer, not {python}")
+        exit_setup_missing(f"--python must name an installed Python, 3.11 or newer, not {python}")
     # A program on the PATH may be a shim that chooses the interpreter by the current folder. The interpreter that it
     # starts prints its own path.
     executable = get_output([interpreter, "-c", "import sys; print(sys.executable)"])
-    install([*find_missing_build_packages(executable), *find_missing_pyverbs_packages()])
+    install_packages([*find_missing_build_packages(executable), *find_missing_pyverbs_packages()])
     tools = ensure_environment("bundle", python=executable, requirements=BUILD_REQUIREMENTS)
     tag = "cp" + "".join(map(str, python_version(executable)))
     with lock_environments():
@@ -66,9 +66,9 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     (output / "bundle.json").write_text(json.dumps({"commit": commit, "python": tag}) + "\n")
     size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     version = ".".join(map(str, python_version(executable)))
-    say(f"{output}: {size_bytes / (1 << 20):.1f} MiB for Python {version}; run gpu.py there")
+    print_line(f"{output}: {size_bytes / (1 << 20):.1f} MiB for Python {version}; run gpu.py there")
     if size_bytes > BUNDLE_BYTES_MAX:
-        stop(f"The bundle is larger than {BUNDLE_BYTES_MAX >> 20} MiB.")
+        exit_setup_missing(f"The bundle is larger than {BUNDLE_BYTES_MAX >> 20} MiB.")
 
 
 def _copy_sources() -> None:
@@ -88,21 +88,24 @@ def _collect_wheels(tools: Path, *, tag: str, output: Path) -> None:
         options = ["--no-build-isolation", "--wheel-dir", str(wheels), "-C", f"build-dir={cache / build_folder}"]
         # Debug symbols are removed, because they exceed the size limit. Build ids remain, because they are in a section
         # that is loaded with the library. The records name each library by its build id.
-        require([*pip_wheel, *options, "-C", "install.strip=true", str(source)], environ=prepend_to_path(tools))
-    links = ["--find-links", str(wheels), "--find-links", str(pyverbs.parent)]
-    _download(tools, "--dest", str(wheels), *links, "gdrkit[qualify]", "gdrkit-twins", PYVERBS_REQUIREMENT)
+        run_or_exit([*pip_wheel, *options, "-C", "install.strip=true", str(source)], environ=prepend_to_path(tools))
+    link_options = ["--find-links", str(wheels), "--find-links", str(pyverbs.parent)]
+    _download(tools, "--dest", str(wheels), *link_options, "gdrkit[qualify]", "gdrkit-twins", PYVERBS_REQUIREMENT)
 
 
 def _collect_extras(tools: Path, *, output: Path, extras: Path | None) -> None:
     # The wheel of packaging has already been downloaded as a dependency of gdrkit.
     packages = [*(requirement for requirement in KVIKIO_REQUIREMENTS if requirement != "packaging"), "numpy"]
-    links = ["--find-links", str(extras)] if extras else []
-    command = _download_command(tools, "--no-deps", "--dest", str(output / "extras"), *links, *packages)
+    link_options = ["--find-links", str(extras)] if extras else []
+    command = _make_download_command(tools, "--no-deps", "--dest", str(output / "extras"), *link_options, *packages)
     if call(command) != 0:
-        say(f"Continuing without {KVIKIO_REQUIREMENTS[0]}: its cases will not run on the GPU machine.")
+        print_line(f"Continuing without {KVIKIO_REQUIREMENTS[0]}: its cases will not run on the GPU machine.")
     for package in MODEL_LOADERS:
-        if call(_download_command(tools, "--no-deps", "--dest", str(output / "extras"), *links, package)) != 0:
-            say(f"Continuing without {package}: the benchmark of model files will run without it.")
+        if (
+            call(_make_download_command(tools, "--no-deps", "--dest", str(output / "extras"), *link_options, package))
+            != 0
+        ):
+            print_line(f"Continuing without {package}: the benchmark of model files will run without it.")
 
 
 def _collect_programs(output: Path) -> None:
@@ -110,18 +113,20 @@ def _collect_programs(output: Path) -> None:
     (output / "bench").mkdir()
     for program in BENCH_PROGRAMS:
         shutil.copy(programs / program, output / "bench" / program)
-        require(["strip", str(output / "bench" / program)])
+        run_or_exit(["strip", str(output / "bench" / program)])
     (output / "lib").mkdir()
     library = next(iter(re.findall(r"librdmacm\.so\.1 .*=> (\S+)", get_output(["/sbin/ldconfig", "-p"]))), None)
     if library is None:
-        stop(f"librdmacm.so.1 is not installed, and pyverbs does not load without it: {system_install('librdmacm1')}")
+        exit_setup_missing(
+            f"librdmacm.so.1 is not installed, and pyverbs does not load without it: {system_install('librdmacm1')}"
+        )
     shutil.copy(os.path.realpath(library), output / "lib" / "librdmacm.so.1")
     shutil.copy(ROOT / "hardware" / "gpu" / "run.py", output / "gpu.py")
 
 
 def _download(tools: Path, *arguments: str) -> None:
-    require(_download_command(tools, *arguments))
+    run_or_exit(_make_download_command(tools, *arguments))
 
 
-def _download_command(tools: Path, *arguments: str) -> Sequence[str]:
+def _make_download_command(tools: Path, *arguments: str) -> Sequence[str]:
     return [str(tools / "pip"), "download", "--quiet", "--only-binary", ":all:", *arguments]

@@ -22,15 +22,15 @@ __all__ = [
     "SETUP_MISSING",
     "WRONG_USAGE",
     "call",
+    "exit_setup_missing",
     "exit_unless_zero",
     "exit_with_pytest_code",
     "fail_unless_zero",
     "get_output",
     "prepend_to_path",
     "prepend_to_pythonpath",
-    "require",
-    "say",
-    "stop",
+    "print_line",
+    "run_or_exit",
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,14 +44,14 @@ _INTERRUPT_TIMEOUT_S = 10.0
 PYTEST_BAD_OPTION, PYTEST_NO_CASE = 4, 5
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line and flush it, so that it is printed before the output of the next child process."""
     print(line, flush=True)
 
 
-def stop(line: str) -> NoReturn:
+def exit_setup_missing(line: str) -> NoReturn:
     """Print what is missing and exit from nox with code 3."""
-    say(line)
+    print_line(line)
     sys.exit(SETUP_MISSING)
 
 
@@ -65,21 +65,21 @@ def call(
 ) -> int:
     """Print the first `shown_words` words of a command, run it and return its exit code.
 
-    With `progress_period_s`, for a command that prints nothing itself, a line in each period says how long it has been
-    running.
+    With `progress_period_s`, this function prints in each period how long the command has been running. This is meant
+    for a command that prints nothing itself.
     """
     shown_command = [os.path.relpath(word, ROOT) if word.startswith(f"{ROOT}/") else word for word in command]
-    say("> " + " ".join(shown_command[:shown_words]) + (" ..." if len(shown_command) > shown_words else ""))
+    print_line("> " + " ".join(shown_command[:shown_words]) + (" ..." if len(shown_command) > shown_words else ""))
     process = subprocess.Popen(command, cwd=folder, env={**os.environ, **(environ or {})})
-    started_s = time.monotonic()
+    start_s = time.monotonic()
     try:
         while True:
             try:
                 return process.wait(progress_period_s)
             except subprocess.TimeoutExpired:
-                say(f"  {Path(command[0]).name} is running ({time.monotonic() - started_s:.0f} s)")
+                print_line(f"  {Path(command[0]).name} is running ({time.monotonic() - start_s:.0f} s)")
     except BaseException:
-        # Ctrl-C sends SIGINT to the command too. A command that ignores it is killed.
+        # Ctrl-C sends SIGINT to the command too. A command that ignores the signal is killed.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_INTERRUPT_TIMEOUT_S)
         process.kill()
@@ -87,10 +87,10 @@ def call(
         raise
 
 
-def require(command: Sequence[str], *, environ: dict[str, str] | None = None, folder: Path = ROOT) -> None:
+def run_or_exit(command: Sequence[str], *, environ: dict[str, str] | None = None, folder: Path = ROOT) -> None:
     """Run a command of the set-up, and exit from nox with code 3 if it fails."""
     if call(command, environ=environ, folder=folder, progress_period_s=_PROGRESS_PERIOD_S) != 0:
-        stop("The set-up failed; the output above says why.")
+        exit_setup_missing("The set-up failed; the output above says why.")
 
 
 def get_output(command: Sequence[str]) -> str:

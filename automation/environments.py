@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automation.commands import ROOT, call, require, say, stop
+from automation.commands import ROOT, call, exit_setup_missing, print_line, run_or_exit
 from automation.machine import python_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["BUILD_CONSTRAINTS", "ENVIRONMENTS", "digest", "ensure_environment", "lock_environments"]
+__all__ = ["BUILD_CONSTRAINTS", "ENVIRONMENTS", "compute_digest", "ensure_environment", "lock_environments"]
 
 ENVIRONMENTS = ROOT / ".nox"
 # The constraints limit Cython, because pyverbs 59.0 does not build with later releases. pip 25.3 reads
-# PIP_BUILD_CONSTRAINT, an older one PIP_CONSTRAINT.
+# PIP_BUILD_CONSTRAINT, and an older pip reads PIP_CONSTRAINT.
 BUILD_CONSTRAINTS = dict.fromkeys(
     ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(ROOT / ".ci" / "build-constraints.txt")
 )
@@ -40,27 +40,31 @@ def ensure_environment(
     wheel fits this machine, the environment is used without them, and the next call tries to install them again.
     """
     folder = ENVIRONMENTS / name
-    stamp, optional_stamp = folder / "made-from", folder / "made-from-optional"
-    expected_digest = digest([python, str(python_version(python)), *requirements, *optional_requirements], input_files)
+    digest_file, optional_digest_file = folder / "made-from", folder / "made-from-optional"
+    expected_digest = compute_digest(
+        [python, str(python_version(python)), *requirements, *optional_requirements], input_files
+    )
     with lock_environments():
         pip_install = [str(folder / "bin" / "pip"), "install", "--quiet"]
-        if not _has_digest(stamp, expected_digest):
-            say(f"making the environment {folder.relative_to(ROOT)}")
+        if not _has_digest(digest_file, expected_digest):
+            print_line(f"making the environment {folder.relative_to(ROOT)}")
             if Path(sys.prefix) == folder:
-                stop(f"nox runs in {folder.relative_to(ROOT)} and cannot replace that environment. Use another nox.")
-            require([sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--python", python, str(folder)])
-            require([*pip_install, *requirements], environ=BUILD_CONSTRAINTS)
-            stamp.write_text(expected_digest)
-        if optional_requirements and not _has_digest(optional_stamp, expected_digest):
+                exit_setup_missing(
+                    f"nox runs in {folder.relative_to(ROOT)} and cannot replace that environment. Use another nox."
+                )
+            run_or_exit([sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--python", python, str(folder)])
+            run_or_exit([*pip_install, *requirements], environ=BUILD_CONSTRAINTS)
+            digest_file.write_text(expected_digest)
+        if optional_requirements and not _has_digest(optional_digest_file, expected_digest):
             if call([*pip_install, "--no-deps", *optional_requirements]) == 0:
-                optional_stamp.write_text(expected_digest)
+                optional_digest_file.write_text(expected_digest)
             else:
-                say(f"Continuing without {', '.join(optional_requirements)}: their cases will not run.")
+                print_line(f"Continuing without {', '.join(optional_requirements)}: their cases will not run.")
     return folder / "bin"
 
 
-def _has_digest(stamp: Path, expected_digest: str) -> bool:
-    return stamp.exists() and stamp.read_text() == expected_digest
+def _has_digest(digest_file: Path, expected_digest: str) -> bool:
+    return digest_file.exists() and digest_file.read_text() == expected_digest
 
 
 @contextlib.contextmanager
@@ -72,7 +76,7 @@ def lock_environments() -> Iterator[None]:
         yield
 
 
-def digest(words: Iterable[str], files: Iterable[Path]) -> str:
+def compute_digest(words: Iterable[str], files: Iterable[Path]) -> str:
     """Return the SHA-256 of the words, and of the paths and contents of the files."""
     sha256 = hashlib.sha256("\0".join(words).encode())
     for path in files:

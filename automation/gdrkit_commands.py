@@ -13,11 +13,11 @@ from automation.commands import (
     ROOT,
     SETUP_MISSING,
     call,
+    exit_setup_missing,
     exit_with_pytest_code,
     fail_unless_zero,
     get_output,
-    say,
-    stop,
+    print_line,
 )
 from automation.side_by_side import Part, call_side_by_side, choose_job_count
 
@@ -26,37 +26,44 @@ if TYPE_CHECKING:
 
     import nox
 
-__all__ = ["cases", "list_suite_parts", "on_twins", "plan_sessions", "pytest", "run_suites"]
+__all__ = [
+    "add_default_cases",
+    "list_suite_parts",
+    "make_pytest_command",
+    "make_twin_command",
+    "plan_sessions",
+    "run_suites",
+]
 
 _COVERAGE_FILE = ROOT / "build" / "coverage" / "data"
 _COVERAGE_OPTIONS = (f"--rcfile={ROOT / 'pyproject.toml'}", f"--data-file={_COVERAGE_FILE}")
-# The cases of these suites run in two processes. Otherwise the session would wait for the last of them alone.
+# The cases of these suites run in two processes. Otherwise the session would wait for the last suite alone.
 _HALVED_SUITES = ("usrbio", "qualify")
 _SLOWEST_SUITES_FIRST = (*_HALVED_SUITES, "gds", "inventory", "storage", "property", "report", "gaudi")
 
 
-def plan_sessions(run: Path) -> dict[str, dict[str, Any]]:
+def plan_sessions(run_bin: Path) -> dict[str, dict[str, Any]]:
     """Return, for each nox session that tests hardware, what `gdrkit plan --json` prints about it.
 
     The entry of a session has its arguments, and says whether the session fits this machine and why.
     """
-    plan = get_output([str(run / "gdrkit"), "plan", "--json"])
+    plan = get_output([str(run_bin / "gdrkit"), "plan", "--json"])
     if not plan:
-        stop(f"`{run / 'gdrkit'} plan --json` printed nothing; run it to see why.")
+        exit_setup_missing(f"`{run_bin / 'gdrkit'} plan --json` printed nothing; run it to see why.")
     sessions: dict[str, dict[str, Any]] = json.loads(plan)["sessions"]
     return {name: entry for name, entry in sessions.items() if entry["hardware"]}
 
 
-def pytest(run: Path) -> list[str]:
+def make_pytest_command(run_bin: Path) -> list[str]:
     """Return the first words of a pytest command.
 
     These words name the settings file. Without it, pytest would search for a settings file in the folder of the first
     argument that is an existing path.
     """
-    return [str(run / "python"), "-m", "pytest", "-c", str(ROOT / "suites" / "pytest.ini")]
+    return [str(run_bin / "python"), "-m", "pytest", "-c", str(ROOT / "suites" / "pytest.ini")]
 
 
-def cases(arguments: Sequence[str], *default: str) -> list[str]:
+def add_default_cases(arguments: Sequence[str], *default: str) -> list[str]:
     """Return `arguments` for pytest, after the `default` cases if the arguments name no cases.
 
     An argument names cases if it is a path below suites/ or hardware/. ``--ignore=suites/meta`` and the path of a
@@ -68,7 +75,7 @@ def cases(arguments: Sequence[str], *default: str) -> list[str]:
 
 def run_suites(
     session: nox.Session,
-    run: Path,
+    run_bin: Path,
     paths_by_part: Mapping[str, Sequence[Path]],
     *launcher: str,
     measures_coverage: bool = False,
@@ -80,33 +87,32 @@ def run_suites(
     coverage does not include child processes such as agents and servers, because measuring changes their time and
     memory.
     """
-    python, *module_and_options = pytest(run)
+    python, *module_and_options = make_pytest_command(run_bin)
     if measures_coverage:
         shutil.rmtree(_COVERAGE_FILE.parent, ignore_errors=True)
         _COVERAGE_FILE.parent.mkdir(parents=True)
         module_and_options = ["-m", "coverage", "run", *_COVERAGE_OPTIONS, *module_and_options]
     command_prefix = [*launcher, python, *module_and_options]
     parts = [Part(name, (*command_prefix, "-q", *map(str, paths))) for name, paths in paths_by_part.items()]
-    codes = call_side_by_side(parts, jobs=choose_job_count())
+    code_by_part = call_side_by_side(parts, jobs=choose_job_count())
     if measures_coverage:
-        _print_coverage(run)
-    for name, code in codes.items():
+        _print_coverage(run_bin)
+    for name, code in code_by_part.items():
         if code:
-            say(f"{name} failed with exit code {code}; its output is above")
+            print_line(f"{name} failed with exit code {code}; its output is above")
     for code in (SETUP_MISSING, PYTEST_BAD_OPTION):
-        if code in codes.values():
+        if code in code_by_part.values():
             exit_with_pytest_code(session, code)
-    fail_unless_zero(session, list(codes.values()))
+    fail_unless_zero(session, list(code_by_part.values()))
 
 
-def _print_coverage(run: Path) -> None:
-    coverage = [str(run / "python"), "-m", "coverage"]
+def _print_coverage(run_bin: Path) -> None:
+    coverage = [str(run_bin / "python"), "-m", "coverage"]
     call([*coverage, "combine", "--quiet", *_COVERAGE_OPTIONS])
     total = get_output([*coverage, "report", "--format=total", "--precision=1", *_COVERAGE_OPTIONS]).strip()
-    say(f"the suites executed {total} % of the statements of gdrkit, not counting child processes")
-    say(
-        f"the details: {os.path.relpath(run, ROOT)}/coverage report --data-file={os.path.relpath(_COVERAGE_FILE, ROOT)}"
-    )
+    print_line(f"the suites executed {total} % of the statements of gdrkit, not counting child processes")
+    data_file = os.path.relpath(_COVERAGE_FILE, ROOT)
+    print_line(f"the details: {os.path.relpath(run_bin, ROOT)}/coverage report --data-file={data_file}")
 
 
 def list_suite_parts() -> dict[str, list[Path]]:
@@ -124,6 +130,6 @@ def list_suite_parts() -> dict[str, list[Path]]:
     return parts
 
 
-def on_twins(run: Path, *options: str) -> list[str]:
+def make_twin_command(run_bin: Path, *options: str) -> list[str]:
     """Return the first words of a command that runs on the software twins, isolated from other processes on twins."""
-    return [str(run / "gdrkit"), "run", "--software", "--isolated", "--quiet", *options, "--"]
+    return [str(run_bin / "gdrkit"), "run", "--software", "--isolated", "--quiet", *options, "--"]

@@ -29,7 +29,7 @@ _CPP_OPTIONS = (
 
 
 def check_style(tools: Path, *, fix: bool) -> list[int]:
-    """Run ruff, clang-format and `bash -n`, and return their exit codes. `fix` corrects what they can correct."""
+    """Run ruff, clang-format and `bash -n`, and return their exit codes. With `fix`, they correct the files."""
     folders, suffixes = (NATIVE, ROOT / "suites"), ("cpp", "hpp", "h")
     sources = sorted(str(path) for folder in folders for suffix in suffixes for path in folder.rglob(f"*.{suffix}"))
     clang_format = ["-i"] if fix else ["--dry-run", "--Werror", "--ferror-limit=1"]
@@ -52,10 +52,10 @@ def check_cpp(tools: Path) -> list[int]:
     for name in _CPP_FOLDERS:
         # The modules for Python include nanobind, which takes longer than all other sources together.
         sources = sorted(path for path in (NATIVE / name).glob("*.cpp") if path.name != "module.cpp")
-        unit = ROOT / "build" / "lint" / f"{name.replace('/', '_')}.cpp"
-        unit.parent.mkdir(parents=True, exist_ok=True)
-        unit.write_text("".join(f'#include "{path}"\n' for path in sources))
+        unit_file = ROOT / "build" / "lint" / f"{name.replace('/', '_')}.cpp"
+        unit_file.parent.mkdir(parents=True, exist_ok=True)
+        unit_file.write_text("".join(f'#include "{path}"\n' for path in sources))
         config = f"--config-file={ROOT / '.clang-tidy'}"
-        command = (str(tools / "clang-tidy"), "--quiet", config, str(unit), "--", *_CPP_OPTIONS)
+        command = (str(tools / "clang-tidy"), "--quiet", config, str(unit_file), "--", *_CPP_OPTIONS)
         parts.append(Part(f"clang-tidy native/{name}", command))
     return list(call_side_by_side(parts, jobs=os.cpu_count() or 1).values())

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from automation.commands import stop
+from automation.commands import exit_setup_missing
 from gdrkit.remedies import package_manager, system_install
 
 __all__ = [
@@ -47,7 +47,7 @@ def find_hardware() -> dict[str, list[str]]:
 
 
 def may_load_rxe() -> bool:
-    """Return whether this kernel has the module rdma_rxe and this user may load it. This does not load the module."""
+    """Return whether this kernel has the module rdma_rxe and this user may load it. The module is not loaded."""
     has_tools = all(map(shutil.which, ("modprobe", "ip", "rdma")))
     return os.geteuid() == 0 and has_tools and subprocess.call(["modprobe", "-nq", "rdma_rxe"]) == 0
 
@@ -74,7 +74,7 @@ def find_interpreter() -> tuple[str, bool]:
         (python for python in (base_python, *other_pythons) if python_version(python) >= PYTHON_VERSION_MIN), None
     )
     if candidate is None:
-        stop(f"gdrkit needs Python 3.11 or newer, and this machine has none: {system_install('python3')}")
+        exit_setup_missing(f"gdrkit needs Python 3.11 or newer, and this machine has none: {system_install('python3')}")
     return candidate, True
 
 
@@ -87,11 +87,11 @@ def python_version(python: str) -> tuple[int, ...]:
 
 
 def has_pyverbs() -> bool:
-    """Return whether the system's Python has pyverbs. It is not imported, because that would load libibverbs."""
+    """Return whether the system's Python has pyverbs. pyverbs is not imported, because that would load libibverbs."""
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('pyverbs') is None)"
     return subprocess.call([SYSTEM_PYTHON, "-I", "-c", program], stderr=subprocess.DEVNULL) == 0
 
 
 def _has_package_manager() -> bool:
-    """Return whether the package manager of the distribution is installed. It can install pyverbs."""
+    """Return whether the package manager of the distribution is installed, which can install pyverbs."""
     return shutil.which(package_manager()) is not None

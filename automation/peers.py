@@ -1,4 +1,4 @@
-"""Preparation of the session `peers`: packages of Debian and PyPI, and rdma-core's tests of the version of pyverbs."""
+"""Preparation of the session `peers`: packages of Debian and PyPI, and the tests of rdma-core that fit pyverbs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 from automation.builds import PYVERBS_REQUIREMENT, ensure_build_tools
-from automation.commands import prepend_to_path, require
+from automation.commands import prepend_to_path, run_or_exit
 from automation.environments import BUILD_CONSTRAINTS, ENVIRONMENTS, ensure_environment, lock_environments
 from automation.machine import find_interpreter
-from automation.system_packages import find_missing_build_packages, find_missing_pyverbs_packages, install
+from automation.system_packages import find_missing_build_packages, find_missing_pyverbs_packages, install_packages
 
 __all__ = ["prepare_cuda_peers", "prepare_peers"]
 
@@ -47,12 +47,12 @@ _PROVIDER = f"librxe-rdmav{PYVERBS_REQUIREMENT.partition('==')[2].partition('.')
 def prepare_peers(*, with_libraries: bool) -> tuple[Path, Path]:
     """Install the programs. Return the interpreter that has the packages of PyPI, and the folder of the tests.
 
-    With `with_libraries`, rdma-core's libraries of this version are built beside the tests (list_libraries_beside in
+    With `with_libraries`, rdma-core's libraries of this version are built beside the tests (get_library_folder in
     hardware/peers/rdma_core.py).
     """
     python = find_interpreter()[0]
-    missing = [package for program, package in _DEBIAN_PROGRAMS.items() if not shutil.which(program)]
-    install([*missing, *find_missing_build_packages(python), *find_missing_pyverbs_packages()])
+    missing_packages = [package for program, package in _DEBIAN_PROGRAMS.items() if not shutil.which(program)]
+    install_packages([*missing_packages, *find_missing_build_packages(python), *find_missing_pyverbs_packages()])
     environment = ensure_environment(
         "peers", python=python, requirements=_PYPI_REQUIREMENTS, optional_requirements=_NIXL_REQUIREMENTS
     )
@@ -66,7 +66,7 @@ def prepare_peers(*, with_libraries: bool) -> tuple[Path, Path]:
 def prepare_cuda_peers() -> Path:
     """Install the programs with GPU memory. Return the interpreter that has their packages."""
     python = find_interpreter()[0]
-    install([*find_missing_build_packages(python), *find_missing_pyverbs_packages()])
+    install_packages([*find_missing_build_packages(python), *find_missing_pyverbs_packages()])
     environment = ensure_environment(
         "peers-cuda",
         python=python,
@@ -89,7 +89,7 @@ def _install_pyverbs(environment: Path, tests: Path, libraries: Path | None) -> 
         shutil.rmtree(build_folder, ignore_errors=True)
         build_folder.mkdir()
         environ = {**BUILD_CONSTRAINTS, "TMPDIR": str(build_folder)}
-        require([*pip_install, "--no-binary", "pyverbs", PYVERBS_REQUIREMENT], environ=environ)
+        run_or_exit([*pip_install, "--no-binary", "pyverbs", PYVERBS_REQUIREMENT], environ=environ)
         source = next(path for path in build_folder.glob("pip-*/*") if (path / _TESTS).is_dir())
         shutil.copytree(source / _TESTS, tests, dirs_exist_ok=True)
         if libraries is not None:
@@ -98,9 +98,9 @@ def _install_pyverbs(environment: Path, tests: Path, libraries: Path | None) -> 
 
 
 def _build_libraries(source: Path, folder: Path, tools: Path) -> None:
-    """Build rdma-core's libraries in `folder`/lib. They search their providers in this folder (IN_PLACE)."""
+    """Build rdma-core's libraries in `folder`/lib. The libraries search their providers there (IN_PLACE)."""
     environ = prepend_to_path(tools)
     options = ("-GNinja", "-DCMAKE_BUILD_TYPE=Release", "-DIN_PLACE=1", "-DNO_PYVERBS=1", "-DNO_MAN_PAGES=1")
-    require([str(tools / "cmake"), *options, "-S", str(source), "-B", str(folder)], environ=environ)
+    run_or_exit([str(tools / "cmake"), *options, "-S", str(source), "-B", str(folder)], environ=environ)
     targets = [f"lib/{name}" for name in (*_LIBRARIES, _PROVIDER)]
-    require([str(tools / "ninja"), "-C", str(folder), *targets], environ=environ)
+    run_or_exit([str(tools / "ninja"), "-C", str(folder), *targets], environ=environ)

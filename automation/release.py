@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automation.builds import BUILD_REQUIREMENTS, NATIVE, TWINS, ensure_pyverbs_wheel
-from automation.commands import ROOT, call, get_output, prepend_to_path, require, say, stop
+from automation.commands import ROOT, call, exit_setup_missing, get_output, prepend_to_path, print_line, run_or_exit
 from automation.environments import ensure_environment, lock_environments
 from automation.machine import SYSTEM_PYTHON, has_pyverbs, python_version
-from automation.system_packages import find_missing_build_packages, find_missing_pyverbs_packages, install
+from automation.system_packages import find_missing_build_packages, find_missing_pyverbs_packages, install_packages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ _REQUIREMENTS = (
 _BUILD_PYTHONS, _RUN_PYTHONS = ((3, 11), (3, 12)), ((3, 11), (3, 13))
 # Libraries that are not copied into the wheels: they belong to the RDMA stack of the machine, or have a twin in the
 # wheel.
-_EXCLUDED = (
+_EXCLUDED_LIBRARIES = (
     *("libibverbs.so.1", "librdmacm.so.1", "libnl-3.so.200", "libnl-route-3.so.200"),
     *("libefa.so.1", "libhns.so.1", "libmana.so.1", "libmlx5.so.1"),
 )
@@ -71,7 +71,7 @@ _BINFMT_RULE = (
     r":\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff:{}:F"
 )
 # The native tests that the emulator cannot run.
-_NOT_EMULATED = {
+_TESTS_NOT_EMULATED = {
     "ibverbs.grants": "QEMU's user mode lacks process_vm_readv(2)",
     "usrbio.client": "for an unknown ioctl(2), QEMU's user mode returns ENOSYS and not the error of the kernel",
     "usrbio.client_io": "QEMU 7.2 aborts in the child of a fork(2) of a process with threads",
@@ -90,9 +90,9 @@ class Architecture:
     Attributes
     ----------
     name : str
-        Name of the kernel, e.g. ``aarch64``.
+        Name of the architecture in the kernel, e.g. ``aarch64``.
     program_prefix : str
-        What the names of the compiler and of binutils begin with.
+        Prefix of the names of the compiler and of binutils.
     toolchain : Path or None
         The toolchain file of CMake; None for the processor of this machine.
     """
@@ -112,10 +112,10 @@ _CROSS_FOLDER = _WORK / "cross"
 
 @dataclass(frozen=True)
 class Wheel:
-    """A finished wheel, and the archive of its debug symbols or None if it has none."""
+    """A finished wheel, and the archive of its debug symbols, or None if it has no symbols."""
 
     path: Path
-    debug: Path | None
+    debug_archive: Path | None
 
 
 def build_release(architectures: Sequence[str]) -> list[Wheel]:
@@ -124,9 +124,13 @@ def build_release(architectures: Sequence[str]) -> list[Wheel]:
     The wheels of pyverbs are built too, because pip cannot build pyverbs without a limit on the version of Cython.
     """
     pythons = {version: _find_python(version) for version in sorted({*_BUILD_PYTHONS, *_RUN_PYTHONS})}
-    is_cross = any(ARCHITECTURES[name].toolchain for name in architectures)
-    missing = [package for program, package in _CROSS_PROGRAMS.items() if is_cross and not shutil.which(program)]
-    install([*find_missing_build_packages(pythons[3, 11]), *find_missing_pyverbs_packages(), *missing])
+    is_cross_build = any(ARCHITECTURES[name].toolchain for name in architectures)
+    missing_packages = [
+        package for program, package in _CROSS_PROGRAMS.items() if is_cross_build and not shutil.which(program)
+    ]
+    install_packages(
+        [*find_missing_build_packages(pythons[3, 11]), *find_missing_pyverbs_packages(), *missing_packages]
+    )
     tools = {
         version: ensure_environment(f"wheels-3.{version[1]}", python=pythons[version], requirements=_REQUIREMENTS)
         for version in pythons
@@ -135,15 +139,17 @@ def build_release(architectures: Sequence[str]) -> list[Wheel]:
         for folder in (DIST, _WORK):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        product, twins, _ = (_make_sdist(tools[3, 12], tree) for tree in (ROOT, TWINS, ROOT / "deploy" / "hf3fs"))
+        product_sources, twin_sources, _ = (
+            _make_sdist(tools[3, 12], tree) for tree in (ROOT, TWINS, ROOT / "deploy" / "hf3fs")
+        )
         wheels = []
         for architecture in (ARCHITECTURES[name] for name in architectures):
             if architecture.toolchain:
                 shutil.copytree("/usr/include/infiniband", _CROSS_FOLDER / "include" / "infiniband")
-            wheels.append(_build_wheel(tools[3, 12], twins, architecture))
+            wheels.append(_build_wheel(tools[3, 12], twin_sources, architecture))
             if architecture.toolchain:
                 _extract_libibverbs(wheels[-1].path)
-            wheels += [_build_wheel(tools[version], product, architecture) for version in _BUILD_PYTHONS]
+            wheels += [_build_wheel(tools[version], product_sources, architecture) for version in _BUILD_PYTHONS]
         if "x86_64" in architectures:
             for version in _RUN_PYTHONS:
                 wheel = ensure_pyverbs_wheel(tools[version], tag=f"cp3{version[1]}")
@@ -152,17 +158,17 @@ def build_release(architectures: Sequence[str]) -> list[Wheel]:
 
 
 def print_table(wheels: Sequence[Wheel]) -> None:
-    """Print name, tag and size of each wheel. Exit from nox with code 3 if one is larger than WHEEL_BYTES_MAX."""
-    say(f"{'wheel':22} {'tag':50} {'MB':>6} {'debug MB':>9}")
+    """Print name, tag and size of each wheel. Exit from nox with code 3 if a wheel is larger than WHEEL_BYTES_MAX."""
+    print_line(f"{'wheel':22} {'tag':50} {'MB':>6} {'debug MB':>9}")
     for wheel in wheels:
         name, version, tag = wheel.path.stem.split("-", 2)
-        debug = f"{wheel.debug.stat().st_size / 1e6:9.2f}" if wheel.debug else f"{'-':>9}"
-        say(f"{name + ' ' + version:22} {tag:50} {wheel.path.stat().st_size / 1e6:6.2f} {debug}")
+        debug_mb = f"{wheel.debug_archive.stat().st_size / 1e6:9.2f}" if wheel.debug_archive else f"{'-':>9}"
+        print_line(f"{name + ' ' + version:22} {tag:50} {wheel.path.stat().st_size / 1e6:6.2f} {debug_mb}")
     for path in sorted(DIST.glob("*.tar.gz")):
-        say(f"{path.name:73} {path.stat().st_size / 1e6:6.2f}")
+        print_line(f"{path.name:73} {path.stat().st_size / 1e6:6.2f}")
     oversized_wheels = [wheel.path.name for wheel in wheels if wheel.path.stat().st_size > WHEEL_BYTES_MAX]
     if oversized_wheels:
-        stop(f"These wheels are larger than {WHEEL_BYTES_MAX / 1e6:g} MB: {', '.join(oversized_wheels)}")
+        exit_setup_missing(f"These wheels are larger than {WHEEL_BYTES_MAX / 1e6:g} MB: {', '.join(oversized_wheels)}")
 
 
 def check_wheels() -> list[int]:
@@ -170,46 +176,69 @@ def check_wheels() -> list[int]:
 
     Return the exit codes of ``gdrkit qualify --software``.
     """
-    codes = []
+    exit_codes = []
     for version in _RUN_PYTHONS:
         with tempfile.TemporaryDirectory(prefix="gdrkit-wheels-") as folder:
             environment = Path(folder, "venv")
-            require([_find_python(version), "-m", "venv", str(environment)])
+            run_or_exit([_find_python(version), "-m", "venv", str(environment)])
             pip_install = [str(environment / "bin" / "pip"), "install", "--quiet"]
-            require([*pip_install, *_read_requirements(version)])
+            run_or_exit([*pip_install, *_read_requirements(version)])
             command = [str(environment / "bin" / "gdrkit"), "qualify", "--software"]
-            codes.append(call([*command, "--output", str(Path(folder, "report"))], folder=Path(folder)))
-            say(f"Python 3.{version[1]}: gdrkit qualify --software, from the wheels alone, ended with {codes[-1]}")
-    return codes
+            exit_codes.append(call([*command, "--output", str(Path(folder, "report"))], folder=Path(folder)))
+            print_line(
+                f"Python 3.{version[1]}: gdrkit qualify --software, from the wheels alone, ended with {exit_codes[-1]}"
+            )
+    return exit_codes
 
 
 def check_native_in_emulator() -> list[int]:
     """Build the native code for aarch64 and run its tests in QEMU's user mode. Return the exit codes of ctest."""
-    tools, codes = ensure_environment("build", python=_find_python((3, 11)), requirements=BUILD_REQUIREMENTS), []
+    tools, exit_codes = ensure_environment("build", python=_find_python((3, 11)), requirements=BUILD_REQUIREMENTS), []
     environ = {**prepend_to_path(tools), "GDRKIT_CROSS": str(_CROSS_FOLDER), "GDRKIT_TWINS_LATE_SHARE": "100"}
     environ["QEMU_LD_PREFIX"] = "/usr/aarch64-linux-gnu"
-    for name, reason in _NOT_EMULATED.items():
-        say(f"Not run in the emulator: {name}: {reason}")
-    twins, product = (ROOT / "build" / f"aarch64-{name}" for name in ("twins", "native"))
-    of_product = ["-DGDRKIT_PYTHON=OFF", f"-DGDRKIT_CUDA={twins}/lib/cuda", f"-DGDRKIT_VERBS={twins}/lib/ibverbs"]
+    for name, reason in _TESTS_NOT_EMULATED.items():
+        print_line(f"Not run in the emulator: {name}: {reason}")
+    twins_folder, product_folder = (ROOT / "build" / f"aarch64-{name}" for name in ("twins", "native"))
+    product_options = [
+        "-DGDRKIT_PYTHON=OFF",
+        f"-DGDRKIT_CUDA={twins_folder}/lib/cuda",
+        f"-DGDRKIT_VERBS={twins_folder}/lib/ibverbs",
+    ]
     toolchain = f"-DCMAKE_TOOLCHAIN_FILE={ARCHITECTURES['aarch64'].toolchain}"
-    for source, build, options in ((TWINS, twins, []), (NATIVE, product, of_product)):
-        configure = ["-S", str(source), "-B", str(build), "-G", "Ninja", "-DBUILD_TESTING=ON", toolchain, *options]
-        require([str(tools / "cmake"), *configure], environ=environ)
-        require([str(tools / "cmake"), "--build", str(build)], environ=environ)
-        test = [str(tools / "ctest"), "--test-dir", str(build), "--output-on-failure", "--timeout", "600"]
-        test += ["--exclude-regex", f"^({'|'.join(map(re.escape, _NOT_EMULATED))})$"]
-        with _find_registered_emulator():
-            codes.append(call([*test, "-j", str(os.cpu_count() or 1)], environ=environ))
-    return codes
+    for source, build_folder, options in ((TWINS, twins_folder, []), (NATIVE, product_folder, product_options)):
+        configure_options = [
+            "-S",
+            str(source),
+            "-B",
+            str(build_folder),
+            "-G",
+            "Ninja",
+            "-DBUILD_TESTING=ON",
+            toolchain,
+            *options,
+        ]
+        run_or_exit([str(tools / "cmake"), *configure_options], environ=environ)
+        run_or_exit([str(tools / "cmake"), "--build", str(build_folder)], environ=environ)
+        ctest_command = [
+            str(tools / "ctest"),
+            "--test-dir",
+            str(build_folder),
+            "--output-on-failure",
+            "--timeout",
+            "600",
+        ]
+        ctest_command += ["--exclude-regex", f"^({'|'.join(map(re.escape, _TESTS_NOT_EMULATED))})$"]
+        with _register_emulator():
+            exit_codes.append(call([*ctest_command, "-j", str(os.cpu_count() or 1)], environ=environ))
+    return exit_codes
 
 
 @contextlib.contextmanager
-def _find_registered_emulator() -> Iterator[None]:
+def _register_emulator() -> Iterator[None]:
     """Let the kernel start programs for aarch64 by QEMU, because tests start themselves as child processes.
 
-    A rule that the machine did not have is removed at the end. Exit from nox if the kernel has no such rules, or if
-    this user may not register one.
+    At the end, the rule is removed, unless the machine had it before. Exit from nox if the kernel has no such rules, or
+    if this user may not register one.
     """
     own_rule = _BINFMT / "gdrkit-aarch64"
     try:
@@ -218,7 +247,9 @@ def _find_registered_emulator() -> Iterator[None]:
         if not (_BINFMT / "qemu-aarch64").exists() and not own_rule.exists():
             (_BINFMT / "register").write_text(_BINFMT_RULE.format(shutil.which("qemu-aarch64")))
     except OSError as error:
-        stop(f"The tests for aarch64 need an emulator in {_BINFMT}: {error}. Run as root, or install qemu-user-binfmt.")
+        exit_setup_missing(
+            f"The tests for aarch64 need an emulator in {_BINFMT}: {error}. Run as root, or install qemu-user-binfmt."
+        )
     try:
         yield
     finally:
@@ -235,7 +266,7 @@ def _find_python(version: tuple[int, int]) -> str:
     matching_pythons = (path for path in candidates if path is not None and python_version(path) == version)
     python = next(matching_pythons, None)
     if python is None:
-        stop(f"{name} is needed to build or run the wheels. Install it, or install it by pyenv.")
+        exit_setup_missing(f"{name} is needed to build or run the wheels. Install it, or install it by pyenv.")
     return get_output([python, "-c", "import sys; print(sys.executable)"])
 
 
@@ -247,9 +278,9 @@ def _make_sdist(tools: Path, tree: Path) -> Path:
     folder = _SOURCES / tree.relative_to(ROOT)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_WORK) as output:
-        require([str(tools / "python"), "-m", "build", "--sdist", "--no-isolation", "--outdir", output, str(tree)])
+        run_or_exit([str(tools / "python"), "-m", "build", "--sdist", "--no-isolation", "--outdir", output, str(tree)])
         (archive,) = Path(output).glob("*.tar.gz")
-        require(["tar", "-xzf", str(archive), "-C", str(folder), "--strip-components=1"])
+        run_or_exit(["tar", "-xzf", str(archive), "-C", str(folder), "--strip-components=1"])
         shutil.move(archive, DIST)
     return folder
 
@@ -272,8 +303,17 @@ def _build_wheel(tools: Path, sources: Path, architecture: Architecture) -> Whee
         environ |= {"_PYTHON_HOST_PLATFORM": f"linux-{architecture.name}", "SETUPTOOLS_EXT_SUFFIX": suffix}
         environ["GDRKIT_CROSS"] = str(_CROSS_FOLDER)
     with tempfile.TemporaryDirectory(dir=_WORK) as output:
-        build = [str(tools / "python"), "-m", "build", "--wheel", "--no-isolation", "--outdir", output, str(sources)]
-        require([*build, *(f"-C{option}" for option in options)], environ=environ)
+        build_command = [
+            str(tools / "python"),
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            output,
+            str(sources),
+        ]
+        run_or_exit([*build_command, *(f"-C{option}" for option in options)], environ=environ)
         (wheel,) = Path(output).glob("*.whl")
         return _finish_wheel(tools, wheel, architecture)
 
@@ -282,29 +322,31 @@ def _finish_wheel(tools: Path, wheel: Path, architecture: Architecture) -> Wheel
     """Move the debug symbols of a wheel into an archive, check and set its platform tag, and put it into DIST."""
     with tempfile.TemporaryDirectory(dir=_WORK) as name:
         folder = Path(name)
-        require([str(tools / "python"), "-m", "wheel", "unpack", "--dest", name, str(wheel)])
+        run_or_exit([str(tools / "python"), "-m", "wheel", "unpack", "--dest", name, str(wheel)])
         (unpacked_folder,) = folder.iterdir()
-        debug = split_debug(unpacked_folder, folder / "debug", architecture)
-        require([str(tools / "python"), "-m", "wheel", "pack", "--dest-dir", name, str(unpacked_folder)])
+        debug_folder = split_debug(unpacked_folder, folder / "debug", architecture)
+        run_or_exit([str(tools / "python"), "-m", "wheel", "pack", "--dest-dir", name, str(unpacked_folder)])
         (stripped_wheel,) = folder.glob("*.whl")
-        exclude_options = [f"--exclude={library}" for library in _EXCLUDED]
-        # auditwheel accepts a tag of its own machine only, and determines the tag of a wheel for another one.
-        repair = ["repair", "--plat=auto", *exclude_options, "--wheel-dir", str(folder / "wheel")]
-        require([str(tools / "auditwheel"), *repair, str(stripped_wheel)], environ=prepend_to_path(tools))
+        exclude_options = [f"--exclude={library}" for library in _EXCLUDED_LIBRARIES]
+        # auditwheel accepts a given tag only for the machine on which it runs. With `auto`, it determines the tag.
+        repair_options = ["repair", "--plat=auto", *exclude_options, "--wheel-dir", str(folder / "wheel")]
+        run_or_exit([str(tools / "auditwheel"), *repair_options, str(stripped_wheel)], environ=prepend_to_path(tools))
         (repaired_wheel,) = (folder / "wheel").glob("*.whl")
         if not any(int(minor) <= _GLIBC_MINOR_MAX for minor in re.findall(r"manylinux_2_(\d+)", repaired_wheel.name)):
-            stop(f"{repaired_wheel.name} needs a newer C library than glibc 2.{_GLIBC_MINOR_MAX}, which RHEL 9 has.")
+            exit_setup_missing(
+                f"{repaired_wheel.name} needs a newer C library than glibc 2.{_GLIBC_MINOR_MAX}, which RHEL 9 has."
+            )
         release_wheel = Path(shutil.move(repaired_wheel, DIST))
-        archive = None
-        if debug:
-            archive = DIST / "debug" / f"{release_wheel.stem}-debug.tar.xz"
-            archive.parent.mkdir(exist_ok=True)
-            with tarfile.open(archive, "w:xz") as symbols:
-                symbols.add(debug, arcname=".build-id")
-    return Wheel(release_wheel, archive)
+        archive_path = None
+        if debug_folder:
+            archive_path = DIST / "debug" / f"{release_wheel.stem}-debug.tar.xz"
+            archive_path.parent.mkdir(exist_ok=True)
+            with tarfile.open(archive_path, "w:xz") as symbols_archive:
+                symbols_archive.add(debug_folder, arcname=".build-id")
+    return Wheel(release_wheel, archive_path)
 
 
-def split_debug(unpacked_folder: Path, debug: Path, architecture: Architecture) -> Path | None:
+def split_debug(unpacked_folder: Path, debug_folder: Path, architecture: Architecture) -> Path | None:
     """Strip the libraries and programs below a folder. Return the folder of their symbols, by build id, or None.
 
     A debugger finds the symbols if the folder is below its debug-file-directory. The build ids remain in the libraries.
@@ -316,17 +358,19 @@ def split_debug(unpacked_folder: Path, debug: Path, architecture: Architecture) 
         notes = get_output([f"{architecture.program_prefix}readelf", "-n", str(path)])
         match = re.search(r"Build ID: ([0-9a-f]{2})([0-9a-f]+)", notes)
         if match is None:
-            stop(f"{path.relative_to(unpacked_folder)} has no build id, so its symbols could not be found again.")
-        symbols = debug / match[1] / f"{match[2]}.debug"
-        symbols.parent.mkdir(parents=True, exist_ok=True)
+            exit_setup_missing(
+                f"{path.relative_to(unpacked_folder)} has no build id, so its symbols could not be found again."
+            )
+        symbols_file = debug_folder / match[1] / f"{match[2]}.debug"
+        symbols_file.parent.mkdir(parents=True, exist_ok=True)
         objcopy = f"{architecture.program_prefix}objcopy"
-        require([objcopy, "--only-keep-debug", str(path), str(symbols)])
-        require([objcopy, "--strip-unneeded", str(path)])
-    return debug if debug.exists() else None
+        run_or_exit([objcopy, "--only-keep-debug", str(path), str(symbols_file)])
+        run_or_exit([objcopy, "--strip-unneeded", str(path)])
+    return debug_folder if debug_folder.exists() else None
 
 
 def _extract_libibverbs(twins: Path) -> None:
-    """Take the libibverbs that the product is linked with for another processor from the wheel of the twins."""
+    """Extract libibverbs from the wheel of the twins, because a product for another processor is linked with it."""
     library = _CROSS_FOLDER / "lib" / "libibverbs.so"
     library.parent.mkdir(parents=True)
     with zipfile.ZipFile(twins) as wheel:
@@ -334,7 +378,7 @@ def _extract_libibverbs(twins: Path) -> None:
 
 
 def _read_requirements(version: tuple[int, int]) -> list[str]:
-    """Return the arguments of ``pip install`` for the wheels that this Python runs. No index has gdrkit."""
+    """Return the arguments of ``pip install`` for the wheels that this Python runs. No package index has gdrkit."""
     tag = f"cp3{version[1]}-cp3{version[1]}" if version < (3, 12) else "cp312-abi3"
     (product,) = DIST.glob(f"gdrkit-*-{tag}-*_x86_64.whl")
     wheels = DIST.glob("gdrkit_twins-*_x86_64.whl")

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
-from automation.commands import ROOT, say
+from automation.commands import ROOT, print_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ _PROGRESS_PERIOD_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the commands: its name in the output, and its words."""
+    """A command to run: its name in the output, and its words."""
 
     name: str
     command: tuple[str, ...]
@@ -54,37 +54,37 @@ def call_side_by_side(parts: Sequence[Part], *, jobs: int) -> dict[str, int]:
 
     The output of a command is printed when it ends. If no command ends for 30 s, a line names the running commands.
     """
-    waiting, running, codes = list(parts), list[_RunningCommand](), dict[str, int]()
-    say(f"{len(parts)} parts, {jobs} at a time")
+    waiting_parts, running_commands, exit_codes = list(parts), list[_RunningCommand](), dict[str, int]()
+    print_line(f"{len(parts)} parts, {jobs} at a time")
     last_line_s = time.monotonic()
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                running.append(_start(waiting.pop(0)))
-            ended_commands = [command for command in running if command.process.poll() is not None]
+        while waiting_parts or running_commands:
+            while waiting_parts and len(running_commands) < jobs:
+                running_commands.append(_start(waiting_parts.pop(0)))
+            ended_commands = [command for command in running_commands if command.process.poll() is not None]
             for command in ended_commands:
-                running.remove(command)
-                codes[command.part.name] = command.process.returncode
-                _print_output(command, position=f"{len(codes)} of {len(parts)}")
+                running_commands.remove(command)
+                exit_codes[command.part.name] = command.process.returncode
+                _print_output(command, position=f"{len(exit_codes)} of {len(parts)}")
             if ended_commands:
                 last_line_s = time.monotonic()
             elif time.monotonic() - last_line_s >= _PROGRESS_PERIOD_S:
                 last_line_s = time.monotonic()
-                names = [f"{command.part.name} ({command.elapsed_s:.0f} s)" for command in running]
-                say("running: " + ", ".join(names))
+                names = [f"{command.part.name} ({command.elapsed_s:.0f} s)" for command in running_commands]
+                print_line("running: " + ", ".join(names))
             else:
                 time.sleep(_POLL_PERIOD_S)
     finally:
         # After Ctrl-C, the commands have also received SIGINT, because they are in the same process group.
-        for command in running:
+        for command in running_commands:
             command.process.terminate()
             command.process.wait()
             command.output.close()
-    return codes
+    return exit_codes
 
 
 def _start(part: Part) -> _RunningCommand:
-    output = tempfile.TemporaryFile()  # noqa: SIM115 - the command that writes it is waited for elsewhere.
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed when the command has ended.
     process = subprocess.Popen(
         part.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
     )
@@ -96,5 +96,5 @@ def _print_output(command: _RunningCommand, *, position: str) -> None:
         output.seek(0)
         text = output.read().decode(errors="replace").rstrip()
     code = command.process.returncode
-    say(f"---- {command.part.name}: exit code {code} after {command.elapsed_s:.0f} s ({position})")
-    say(text)
+    print_line(f"---- {command.part.name}: exit code {code} after {command.elapsed_s:.0f} s ({position})")
+    print_line(text)

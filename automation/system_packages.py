@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automation.commands import call, get_output, say, stop
+from automation.commands import call, exit_setup_missing, get_output, print_line
 from automation.machine import SYSTEM_PYTHON, make_path_with_sbin, python_version
 from gdrkit.remedies import OS_RELEASE, package_manager, package_names
 
@@ -29,10 +29,10 @@ __all__ = [
     "find_missing_build_packages",
     "find_missing_pyverbs_packages",
     "find_vendor_stack",
-    "install",
     "install_filesystem_tools",
     "install_fuse",
     "install_mpi",
+    "install_packages",
     "install_perftest",
     "install_strace",
     "list_apt_changes",
@@ -69,7 +69,8 @@ class Change:
     replaces : bool
         Whether the change replaces or removes an installed version of the package.
     is_allowed : bool
-        Whether it adds a package, or updates one within the release. Packages of RDMA and GPUs are never updated.
+        Whether the change adds a package, or updates one within the release. An update of a package of RDMA or GPUs is
+        never allowed.
     text : str
         The change in the words of the package manager.
     """
@@ -82,26 +83,26 @@ class Change:
 
 def find_missing_build_packages(python: str) -> list[str]:
     """Return the packages that the native build for this Python needs and that are missing on this machine."""
-    missing = [] if shutil.which("c++") else ["g++"]
+    missing_packages = [] if shutil.which("c++") else ["g++"]
     if not Path("/usr/include/infiniband/verbs.h").exists():
-        missing.append("libibverbs-dev")
+        missing_packages.append("libibverbs-dev")
     headers = Path(get_output([python, "-c", "import sysconfig; print(sysconfig.get_path('include'))"]), "Python.h")
     if headers.exists():
-        return missing
+        return missing_packages
     # python3-dev has headers only for the system's Python.
     is_system_python = python_version(python) == python_version(SYSTEM_PYTHON)
     version = "3" if is_system_python else ".".join(map(str, python_version(python)))
-    return [*missing, f"python{version}-dev"]
+    return [*missing_packages, f"python{version}-dev"]
 
 
 def find_missing_pyverbs_packages() -> list[str]:
     """Return the missing packages that a build of pyverbs needs in addition to the packages of the native build."""
-    missing = [] if shutil.which("pkg-config") else ["pkgconf"]
+    missing_packages = [] if shutil.which("pkg-config") else ["pkgconf"]
     headers = {"libnl-3-dev": "netlink/netlink.h", "libnl-route-3-dev": "netlink/route/link.h"}
-    return missing + [name for name, file in headers.items() if not Path("/usr/include/libnl3", file).exists()]
+    return missing_packages + [name for name, file in headers.items() if not Path("/usr/include/libnl3", file).exists()]
 
 
-def install(packages: Sequence[str], *, os_release: Path = OS_RELEASE) -> None:
+def install_packages(packages: Sequence[str], *, os_release: Path = OS_RELEASE) -> None:
     """Install packages by the package manager of the distribution that the file `os_release` names.
 
     `packages` are names of Debian packages. If the package manager must not be called, print what to install
@@ -111,30 +112,33 @@ def install(packages: Sequence[str], *, os_release: Path = OS_RELEASE) -> None:
         return
     manager = package_manager(os_release)
     names = package_names(*packages, manager=manager)
-    say("missing on this system: " + " ".join(names))
-    vendor = find_vendor_stack()
-    if vendor:
-        say(
-            f"This machine has a vendor's RDMA stack ({vendor}). {manager} might replace parts of it and is not called."
+    print_line("missing on this system: " + " ".join(names))
+    vendor_stack = find_vendor_stack()
+    if vendor_stack:
+        print_line(
+            f"This machine has a vendor's RDMA stack ({vendor_stack}). {manager} might replace parts of it and is not "
+            "called."
         )
-        stop("Install the missing packages from the vendor's repository, then try again: " + " ".join(names))
+        exit_setup_missing(
+            "Install the missing packages from the vendor's repository, then try again: " + " ".join(names)
+        )
     if not shutil.which(manager):
-        stop(f"{manager} is not installed. Install these packages, then try again: " + " ".join(names))
-    command = _install_command(manager, names)
+        exit_setup_missing(f"{manager} is not installed. Install these packages, then try again: " + " ".join(names))
+    command = _make_install_command(manager, names)
     if os.geteuid() != 0:
-        stop("Run this line, then try again:  sudo " + " ".join(command))
-    changes = _simulate(manager, command)
+        exit_setup_missing("Run this line, then try again:  sudo " + " ".join(command))
+    changes = _simulate_installation(manager, command)
     if changes is None:
-        refresh = [manager, "update", "-q"] if manager == "apt-get" else [manager, "makecache", "-q"]
-        say(f"{manager} does not know these packages yet; running: {' '.join(refresh)}")
-        call(refresh, shown_words=3)
-        changes = _simulate(manager, command)
+        refresh_command = [manager, "update", "-q"] if manager == "apt-get" else [manager, "makecache", "-q"]
+        print_line(f"{manager} does not know these packages yet; running: {' '.join(refresh_command)}")
+        call(refresh_command, shown_words=3)
+        changes = _simulate_installation(manager, command)
     if changes is None:
-        stop(f"{manager} cannot install these packages; this line shows why:  " + " ".join(command))
+        exit_setup_missing(f"{manager} cannot install these packages; this line shows why:  " + " ".join(command))
     _check_changes(manager, changes)
-    quiet = ["-qq", "-o", "Dpkg::Use-Pty=0", *_LOCK_WAIT] if manager == "apt-get" else ["-q"]
-    if call([*command, *quiet], environ={"DEBIAN_FRONTEND": "noninteractive"}) != 0:
-        stop(f"{manager} failed; its output is above.")
+    quiet_options = ["-qq", "-o", "Dpkg::Use-Pty=0", *_LOCK_WAIT] if manager == "apt-get" else ["-q"]
+    if call([*command, *quiet_options], environ={"DEBIAN_FRONTEND": "noninteractive"}) != 0:
+        exit_setup_missing(f"{manager} failed; its output is above.")
 
 
 def install_fuse() -> None:
@@ -160,9 +164,9 @@ def install_filesystem_tools() -> None:
     """Install mkfs.ext4 and mkfs.xfs if this user can mount loop devices. Some cases of storage tiers need them."""
     can_mount = os.geteuid() == 0 and Path("/dev/loop-control").exists()
     path = make_path_with_sbin()
-    missing = [package for program, package in MKFS_PROGRAMS.items() if not shutil.which(program, path=path)]
-    if can_mount and missing:
-        _install_optional(missing, consequence="the cases that mount file systems of their own will not run")
+    missing_packages = [package for program, package in MKFS_PROGRAMS.items() if not shutil.which(program, path=path)]
+    if can_mount and missing_packages:
+        _install_optional(missing_packages, consequence="the cases that mount file systems of their own will not run")
 
 
 def install_strace() -> None:
@@ -193,8 +197,8 @@ def list_apt_changes(output: str) -> list[Change]:
     changes = []
     for row in output.splitlines():
         if row.startswith("Inst "):
-            name, (before, _, new_version) = row.split()[1], row.partition("(")
-            replaces = "[" in before
+            name, (words_before, _, new_version) = row.split()[1], row.partition("(")
+            replaces = "[" in words_before
             is_of_release = re.search(r" (Debian|Debian-Security|Ubuntu):", new_version) is not None
             is_update = is_of_release and not RDMA_OR_GPU_PACKAGE.search(name)
             changes.append(Change(name, replaces, not replaces or is_update, row.removeprefix("Inst ")))
@@ -229,23 +233,23 @@ def _check_changes(manager: str, changes: Sequence[Change]) -> None:
     """Print the changes. Exit from nox with code 3 if one of them is not allowed."""
     forbidden_changes = [change.text for change in changes if not change.is_allowed]
     if forbidden_changes:
-        stop(
+        exit_setup_missing(
             f"{manager} would replace these installed packages, so nothing was installed. Replace them yourself if you "
             "agree: " + "; ".join(forbidden_changes)
         )
     updates = [change.package for change in changes if change.replaces]
     if updates:
-        say(f"{manager} updates, within this release: " + " ".join(updates))
-    say(f"{manager} installs: " + " ".join(change.package for change in changes))
+        print_line(f"{manager} updates, within this release: " + " ".join(updates))
+    print_line(f"{manager} installs: " + " ".join(change.package for change in changes))
 
 
-def _install_command(manager: str, names: Sequence[str]) -> list[str]:
+def _make_install_command(manager: str, names: Sequence[str]) -> list[str]:
     if manager == "dnf":
         return ["dnf", "install", "-y", "--setopt=install_weak_deps=False", *names]
     return ["apt-get", "install", "-y", "--no-remove", "--no-install-recommends", *names]
 
 
-def _simulate(manager: str, command: Sequence[str]) -> list[Change] | None:
+def _simulate_installation(manager: str, command: Sequence[str]) -> list[Change] | None:
     """Return the changes that the package manager announces in a dry run, or None if the dry run fails."""
     if manager == "apt-get":
         result = subprocess.run([*command, "-s"], capture_output=True, text=True, check=False)
@@ -260,14 +264,14 @@ def _simulate(manager: str, command: Sequence[str]) -> list[Change] | None:
 def _install_optional(packages: Sequence[str], *, consequence: str) -> None:
     """Install packages that only some cases need. If the installation fails, print the consequence and return.
 
-    It does nothing if the package manager is missing or a vendor's RDMA stack is installed.
+    This function does nothing if the package manager is missing or a vendor's RDMA stack is installed.
     """
     if not shutil.which(package_manager()) or find_vendor_stack():
         return
     try:
-        install(packages)
+        install_packages(packages)
     except SystemExit:
-        say(f"Continuing without {' '.join(packages)}: {consequence}.")
+        print_line(f"Continuing without {' '.join(packages)}: {consequence}.")
 
 
 def _find_owner(path: str) -> str:

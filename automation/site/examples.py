@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from automation.site.reference import list_public_modules
-from automation.site.snippets import ROOT, find_used_names, guides, list_example_files, snippets
+from automation.site.snippets import ROOT, find_snippets, find_used_names, list_example_files, list_guides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,8 +22,8 @@ __all__ = ["list_all_programs", "map_names_to_programs"]
 def list_all_programs() -> dict[str, list[str]]:
     """Return the sources of the examples and of the Python snippets in the guides, by the path of their file."""
     programs = {path.relative_to(ROOT).as_posix(): [path.read_text()] for path in list_example_files()}
-    for path in guides():
-        texts = [snippet.text for snippet in snippets(path) if snippet.language == "python"]
+    for path in list_guides():
+        texts = [snippet.text for snippet in find_snippets(path) if snippet.language == "python"]
         if texts:
             programs[path.relative_to(ROOT).as_posix()] = texts
     return programs
@@ -42,10 +42,10 @@ def map_names_to_programs(programs: dict[str, list[str]]) -> dict[str, list[str]
         object_id: set(_find_producers(value)) for object_id, value in objects.items() if inspect.isclass(value)
     }
     programs_by_object: dict[int, set[str]] = {object_id: set() for object_id in objects}
-    for path, texts in programs.items():
-        all_names = {name for text in texts for name in find_used_names(text)}
+    for path, sources in programs.items():
+        all_names = {name for source in sources for name in find_used_names(source)}
         referenced_names = {name.rpartition(".")[2] for name in all_names} | {
-            name for text in texts for name in _find_attributes(text)
+            name for source in sources for name in _find_attributes(source)
         }
         packages = {".".join(name.split(".")[:2]) for name in all_names}
         # The package of a called method is not known, so each package that the program uses is assumed.
@@ -67,10 +67,10 @@ def _find_attributes(source: str) -> set[str]:
     return {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
 
 
-def _find_producers(value: type) -> Iterator[tuple[str, str]]:
+def _find_producers(produced_class: type) -> Iterator[tuple[str, str]]:
     """Yield the functions and methods that return objects of the class: the package, and the name."""
-    package = ".".join(value.__module__.split(".")[:2])
-    word = re.compile(rf"\b{value.__name__}\b")
+    package = ".".join(produced_class.__module__.split(".")[:2])
+    word = re.compile(rf"\b{produced_class.__name__}\b")
     for module_name, module in list_public_modules().items():
         if not f"{module_name}.".startswith(f"{package}."):
             continue

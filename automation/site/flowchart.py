@@ -1,6 +1,7 @@
 """Drawings of the flowcharts in the documents as SVG, so that the site loads no script for them.
 
-It reads the part of Mermaid's language that docs/architecture.md uses: ``subgraph`` with one node per line, and arrows.
+This module reads the part of Mermaid's language that docs/architecture.md uses: ``subgraph`` with one node per line,
+and arrows.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def parse(text: str) -> Flowchart:
     """
     rows = {match["title"]: tuple(match["nodes"].split()) for match in _SUBGRAPH.finditer(text)}
     edges = tuple((start, end) for start, end in _EDGE.findall(text))
-    unknown = {name for edge in edges for name in edge} - {name for names in rows.values() for name in names}
-    if not rows or unknown:
-        message = f"the flowchart has no row, or arrows of nodes that are in no row: {sorted(unknown)}"
+    unknown_names = {name for edge in edges for name in edge} - {name for names in rows.values() for name in names}
+    if not rows or unknown_names:
+        message = f"the flowchart has no row, or arrows of nodes that are in no row: {sorted(unknown_names)}"
         raise ValueError(message)
     return Flowchart(rows=rows, edges=edges)
 

@@ -18,12 +18,12 @@ from gdrkit.exit_code import ExitCode
 
 __all__ = [
     "API_FOLDER",
-    "commands",
+    "list_commands",
     "list_public_modules",
     "make_api_pages",
     "make_commands_page",
     "make_errors_page",
-    "reasons",
+    "read_reason_meanings",
 ]
 
 API_FOLDER = "docs/reference/api"
@@ -88,17 +88,23 @@ def make_api_pages(examples: dict[str, list[str]]) -> dict[str, str]:
     table = "\n".join(["| module | contents |", "|---|---|", *rows])
     toctree = f"```{{toctree}}\n:hidden:\n\n{listing}\n```\n"
     names_count = sum(len(module.__all__) for module in modules.values())
-    about = f"The reference has {names_count} public names in {len(modules)} modules: all names in their `__all__`."
-    pages[f"{API_FOLDER}/README.md"] = f"# Python interface\n\n{about}\n\n{table}\n\n{toctree}"
+    introduction = (
+        f"The reference has {names_count} public names in {len(modules)} modules: all names in their `__all__`."
+    )
+    pages[f"{API_FOLDER}/README.md"] = f"# Python interface\n\n{introduction}\n\n{table}\n\n{toctree}"
     return pages
 
 
-def _make_object_directive(full_name: str, value: object) -> tuple[str, ...]:
-    if inspect.isclass(value):
-        is_enum = issubclass(value, enum.Enum)
+def _make_object_directive(full_name: str, public_object: object) -> tuple[str, ...]:
+    if inspect.isclass(public_object):
+        is_enum = issubclass(public_object, enum.Enum)
         return ("autoclass", full_name, "members", "show-inheritance", *(["undoc-members"] if is_enum else []))
     # autodoc would describe a constant by the docstring of its type.
-    return ("autofunction", full_name) if callable(value) else ("py:data", full_name, f"value: {_shorten(value)}")
+    return (
+        ("autofunction", full_name)
+        if callable(public_object)
+        else ("py:data", full_name, f"value: {_shorten(public_object)}")
+    )
 
 
 def _shorten(value: object) -> str:
@@ -117,15 +123,15 @@ def _take_first_paragraph(value: object) -> str:
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`").removesuffix("::")
 
 
-def commands(command: click.Command, context: click.Context) -> list[tuple[str, str]]:
+def list_commands(command: click.Command, context: click.Context) -> list[tuple[str, str]]:
     """Return the full name of a command and of its subcommands, each with its help text."""
-    found = [(context.command_path, command.get_help(context))]
+    help_texts = [(context.command_path, command.get_help(context))]
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             subcommand = command.get_command(context, name)
             if subcommand is not None and not subcommand.hidden:
-                found += commands(subcommand, _make_context(subcommand, name, parent=context))
-    return found
+                help_texts += list_commands(subcommand, _make_context(subcommand, name, parent=context))
+    return help_texts
 
 
 def _make_context(command: click.Command, name: str, *, parent: click.Context | None = None) -> click.Context:
@@ -138,16 +144,16 @@ def make_commands_page() -> str:
     # cli.py has no public name except `main`, which runs the program.
     group: click.Group = importlib.import_module("gdrkit.cli").cli
     parts = ["# Commands\n", "This page has the help text of every command: `gdrkit COMMAND --help` prints the same.\n"]
-    for name, help_text in commands(group, _make_context(group, "gdrkit")):
+    for name, help_text in list_commands(group, _make_context(group, "gdrkit")):
         parts.append(f"## {name}\n\n```text\n{help_text.rstrip()}\n```\n")
     return "\n".join(parts)
 
 
-def reasons() -> dict[errors.Reason, str]:
+def read_reason_meanings() -> dict[errors.Reason, str]:
     """Return the meaning of each reason, from the comment above its definition."""
     source = inspect.getsource(errors)
-    found = {match["value"]: match["meaning"] for match in _REASON.finditer(source)}
-    return {reason: found.get(reason.value, "") for reason in errors.Reason}
+    meanings = {match["value"]: match["meaning"] for match in _REASON.finditer(source)}
+    return {reason: meanings.get(reason.value, "") for reason in errors.Reason}
 
 
 def make_errors_page() -> str:
@@ -175,7 +181,8 @@ def make_errors_page() -> str:
         "\n".join(_make_exception_row(value) for value in classes) + "\n",
         "## Reasons\n",
         "| `reason` | meaning |\n|---|---|",
-        "\n".join(f"| `Reason.{reason.name}` | {meaning} |" for reason, meaning in reasons().items()) + "\n",
+        "\n".join(f"| `Reason.{reason.name}` | {meaning} |" for reason, meaning in read_reason_meanings().items())
+        + "\n",
     ]
     return "\n".join(parts)
 

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["EXAMPLES", "GUIDES", "ROOT", "Snippet", "find_used_names", "guides", "list_example_files", "snippets"]
+__all__ = [
+    "EXAMPLES",
+    "GUIDES",
+    "ROOT",
+    "Snippet",
+    "find_snippets",
+    "find_used_names",
+    "list_example_files",
+    "list_guides",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -29,7 +38,7 @@ class Snippet:
     document : str
         Path of the document, relative to the root of the tree.
     line_number : int
-        Number of its first line, from 1.
+        Number of the first line of the block, from 1.
     language : str
         The language that the block names; empty for an indented block.
     text : str
@@ -45,7 +54,7 @@ class Snippet:
         return f"{self.document}:{self.line_number}: {self.text.splitlines()[0]}"
 
 
-def guides() -> list[Path]:
+def list_guides() -> list[Path]:
     """Return the documents whose code is checked."""
     documents = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "findings.md"]
     return [*(ROOT / name for name in GUIDES), *documents]
@@ -56,22 +65,22 @@ def list_example_files() -> list[Path]:
     return sorted(EXAMPLES.glob("*.py"))
 
 
-def snippets(path: Path) -> Iterator[Snippet]:
+def find_snippets(path: Path) -> Iterator[Snippet]:
     """Yield the blocks of code in a document: fenced blocks, and blocks that are indented by four spaces."""
     document = path.relative_to(ROOT).as_posix()
     lines = path.read_text().splitlines()
-    number = 0
-    while number < len(lines):
-        start, fence = number, _FENCE.match(lines[number])
-        number += 1
+    line_index = 0
+    while line_index < len(lines):
+        start, fence = line_index, _FENCE.match(lines[line_index])
+        line_index += 1
         if fence:
-            end = lines.index("```", number)
-            yield Snippet(document, start + 2, fence["language"], "\n".join(lines[number:end]) + "\n")
-            number = end + 1
+            end = lines.index("```", line_index)
+            yield Snippet(document, start + 2, fence["language"], "\n".join(lines[line_index:end]) + "\n")
+            line_index = end + 1
         elif lines[start].startswith("    ") and start > 0 and not lines[start - 1].strip():
-            while number < len(lines) and (lines[number].startswith("    ") or not lines[number].strip()):
-                number += 1
-            block = "\n".join(line.removeprefix("    ") for line in lines[start:number]).strip("\n")
+            while line_index < len(lines) and (lines[line_index].startswith("    ") or not lines[line_index].strip()):
+                line_index += 1
+            block = "\n".join(line.removeprefix("    ") for line in lines[start:line_index]).strip("\n")
             yield Snippet(document, start + 1, "", block + "\n")
 
 
@@ -84,12 +93,12 @@ def find_used_names(source: str) -> set[str]:
             full_names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             full_names |= {alias.name.partition(".")[0]: "gdrkit" for alias in node.names if "gdrkit" in alias.name}
-    used_names_in_text = set()
+    used_names = set()
     for node in ast.walk(tree):
         words = _make_dotted_name(node)
         if words and words[0] in full_names:
-            used_names_in_text.add(".".join([full_names[words[0]], *words[1:]]))
-    return used_names_in_text
+            used_names.add(".".join([full_names[words[0]], *words[1:]]))
+    return used_names
 
 
 def _make_dotted_name(node: ast.AST) -> list[str]:

@@ -1,4 +1,4 @@
-"""Staging of the site: ``python -m automation.site.stage FOLDER`` fills a folder from which Sphinx builds it.
+"""Staging of the site: ``python -m automation.site.stage FOLDER`` fills a folder from which Sphinx builds the site.
 
 The folder mirrors the tree, so that the links of the documents stay valid. It has the documents, each file that a
 document links to, and the pages that are made from the code.
@@ -18,14 +18,14 @@ from urllib.parse import urlsplit
 from automation.site.examples import list_all_programs, map_names_to_programs
 from automation.site.flowchart import draw, parse
 from automation.site.reference import API_FOLDER, make_api_pages, make_commands_page, make_errors_page
-from automation.site.snippets import EXAMPLES, ROOT, guides, list_example_files
+from automation.site.snippets import EXAMPLES, ROOT, list_example_files, list_guides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["check_external_links", "find_dead_links", "find_invalid_links", "main", "navigation", "stage"]
+__all__ = ["check_external_links", "find_dead_links", "find_invalid_links", "main", "read_navigation", "stage"]
 
-_START = (ROOT / "README.md", ROOT / "docs" / "README.md")
+_START_DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "README.md")
 # A flowchart in Mermaid's language.
 _FLOWCHART = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -39,29 +39,29 @@ def stage(folder: Path) -> int:
     """Fill the folder, and return the number of its pages."""
     shutil.rmtree(folder, ignore_errors=True)
     pages = {path.relative_to(ROOT).as_posix(): path.read_text() for path in _find_linked_documents()}
-    pages = {name: _FLOWCHART.sub(_draw_picture, text) for name, text in pages.items()}
+    pages = {name: _FLOWCHART.sub(_draw_picture, page_text) for name, page_text in pages.items()}
     pages |= _generate_pages()
-    listed_documents = {name for names in navigation().values() for name in names}
-    for name, text in pages.items():
+    listed_documents = {name for names in read_navigation().values() for name in names}
+    for name, page_text in pages.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         is_in_navigation = (
             name in listed_documents or name == "README.md" or name.startswith(("docs/reference/", "docs/examples/"))
         )
         # Sphinx warns about a page that no list of contents has, unless the page says that this is intended.
-        path.write_text(text if is_in_navigation else f"---\norphan: true\n---\n{text}")
-        for link_target in _link_targets(ROOT / name, text):
+        path.write_text(page_text if is_in_navigation else f"---\norphan: true\n---\n{page_text}")
+        for link_target in _find_link_targets(ROOT / name, page_text):
             if link_target.is_file() and link_target.suffix != ".md":
-                copy = folder / link_target.relative_to(ROOT)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(link_target, copy)
-    contents = [_make_toctree(caption, names) for caption, names in navigation().items()]
-    start = folder / "README.md"
-    start.write_text("\n".join([start.read_text(), *contents]))
+                copied_file = folder / link_target.relative_to(ROOT)
+                copied_file.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(link_target, copied_file)
+    contents = [_make_toctree(caption, names) for caption, names in read_navigation().items()]
+    start_page = folder / "README.md"
+    start_page.write_text("\n".join([start_page.read_text(), *contents]))
     return len(pages)
 
 
-def navigation() -> dict[str, list[str]]:
+def read_navigation() -> dict[str, list[str]]:
     """Return the pages in the contents list of the site by section: the links of docs/README.md, and the reference."""
     text = (ROOT / "docs" / "README.md").read_text()
     sections = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
@@ -91,10 +91,10 @@ def find_dead_links() -> list[str]:
 
 
 def find_invalid_links(text: str) -> Iterator[str]:
-    """Yield the external links of a document that are no https address of a named host."""
+    """Yield the external links of a document that are not an https address of a named host."""
     for link in _LINK.findall(_remove_code(text)):
-        parts = urlsplit(link)
-        if (parts.scheme or parts.netloc) and (parts.scheme != "https" or "." not in parts.netloc):
+        address = urlsplit(link)
+        if (address.scheme or address.netloc) and (address.scheme != "https" or "." not in address.netloc):
             yield link
 
 
@@ -109,19 +109,19 @@ def _make_toctree(caption: str, names: list[str]) -> str:
 
 def _find_linked_documents() -> list[Path]:
     """Return the documents that can be reached from the start by links."""
-    found: dict[Path, None] = {}
-    to_read = [*_START, *guides()]
-    while to_read:
-        path = to_read.pop(0)
-        if path not in found:
-            found[path] = None
-            to_read += [
-                link_target for link_target in _link_targets(path, path.read_text()) if link_target.suffix == ".md"
+    linked_documents: dict[Path, None] = {}
+    unread_documents = [*_START_DOCUMENTS, *list_guides()]
+    while unread_documents:
+        path = unread_documents.pop(0)
+        if path not in linked_documents:
+            linked_documents[path] = None
+            unread_documents += [
+                link_target for link_target in _find_link_targets(path, path.read_text()) if link_target.suffix == ".md"
             ]
-    return [path for path in found if path.is_file()]
+    return [path for path in linked_documents if path.is_file()]
 
 
-def _link_targets(path: Path, text: str) -> Iterator[Path]:
+def _find_link_targets(path: Path, text: str) -> Iterator[Path]:
     """Yield the files of this tree that a document links to."""
     for link in _LINK.findall(_remove_code(text)):
         link_target = Path(os.path.normpath(path.parent / link.partition("#")[0]))
@@ -154,8 +154,8 @@ def _make_examples_page() -> str:
         rows.append(f"| [{path.name}]({path.stem}.md) | {' '.join(docstring.split(chr(10) * 2)[0].split())} |")
     table = "\n".join(["| program | contents |", "|---|---|", *rows])
     entries = "\n".join(path.stem for path in list_example_files())
-    about = (EXAMPLES / "README.md").read_text()
-    return f"{about}\n{table}\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
+    introduction = (EXAMPLES / "README.md").read_text()
+    return f"{introduction}\n{table}\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
 
 
 def _group_examples_by_name() -> dict[str, list[str]]:

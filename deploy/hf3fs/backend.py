@@ -1,6 +1,7 @@
 """The build backend of this distribution: setuptools, except that it refuses an environment with the package of 3FS.
 
-pip would silently overwrite the files of one of the two packages. Both have the same modules.
+This distribution and the package of 3FS have the same modules, so pip would silently overwrite the files of one of the
+two.
 """
 
 from __future__ import annotations

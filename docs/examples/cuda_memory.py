@@ -29,7 +29,7 @@ with cuda.Device(0) as device:
         description.release()
         with cuda.wrap(memory, device=device) as wrapped:
             assert (wrapped.address, wrapped.length_bytes) == (description.address, description.length_bytes)
-        # A handle for another process. Its own process cannot open it.
+        # A handle for another process. The process that exports the handle cannot open it.
         handle = cuda.export_handle(memory)
         try:
             with cuda.open_handle(device, handle):
@@ -63,7 +63,7 @@ with cuda.Device(0) as device:
             cuda.wait_for(stream.handle)
 
 if cuda.device_count() > 1:
-    with cuda.Device(0) as first, cuda.Device(1) as second:
-        if cuda.can_access_peer(first, second):
-            with cuda.peer_access(first, second):
+    with cuda.Device(0) as first_device, cuda.Device(1) as second_device:
+        if cuda.can_access_peer(first_device, second_device):
+            with cuda.peer_access(first_device, second_device):
                 print("device 0 can access the memory of device 1")

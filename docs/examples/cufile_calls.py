@@ -29,7 +29,7 @@ with tempfile.NamedTemporaryFile(dir=folder) as file:
     file.write(os.urandom(MIB))
     file.flush()
     fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-    # Causes that are known before any transfer.
+    # Obstacles to the direct path that are known before any transfer.
     for obstacle in cufile.obstacles(tree, fd):
         print(f"{obstacle.cause.value}: {obstacle.text}. To do: {obstacle.what_to_do}")
     with cuda.Device(0) as device, device.allocate(MIB) as memory, cufile.Driver() as driver:
@@ -52,10 +52,10 @@ with tempfile.NamedTemporaryFile(dir=folder) as file:
             except cufile.DirectPathError as error:
                 print(error)
 
-            # The counters by themselves give the same proof.
-            before = driver.statistics.snapshot()
+            # The counters of libcufile alone give the same proof.
+            snapshot_before = driver.statistics.snapshot()
             handle.read(memory)
-            proof = cufile.proof_from_counters(delta=driver.statistics.snapshot().since(before))
+            proof = cufile.proof_from_counters(delta=driver.statistics.snapshot().since(snapshot_before))
             print("counted:", proof.state.value, proof.route.value)
 
             # Registrations that are kept until the memory is freed.

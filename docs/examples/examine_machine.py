@@ -32,10 +32,10 @@ with tempfile.TemporaryDirectory() as folder:
     inventory.write_capture(path, machine.capture())
     capture = inventory.read_capture(path)
     assert inventory.parse_capture(path.read_bytes()) == capture
-    captured = inventory.captured_machine(capture)
-    same = inventory.diagnose(captured)
-    assert [finding.code for finding in same.findings] == [finding.code for finding in diagnosis.findings]
-    # The reads that were recorded are a source of files, as the disk is.
+    machine_of_capture = inventory.captured_machine(capture)
+    same_diagnosis = inventory.diagnose(machine_of_capture)
+    assert [finding.code for finding in same_diagnosis.findings] == [finding.code for finding in diagnosis.findings]
+    # The recorded reads can be read again, like files on a disk.
     files = inventory.CapturedFiles(capture.answers)
     recorder = inventory.Recorder(files)
     assert recorder.read("/proc/sys/kernel/osrelease").strip().decode() == facts.kernel.release

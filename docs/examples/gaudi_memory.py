@@ -1,4 +1,4 @@
-"""Gaudi devices: memory, a pool, host memory of the device, a query, and registration with a NIC."""
+"""Gaudi devices: memory, a pool, host memory for the device, a query, and registration with a NIC."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from gdrkit import host
 from gdrkit.errors import SetupMissing
 
-# The tree is this machine, or a folder with files of another one.
+# The tree is this machine, or a folder with files of another machine.
 tree = host.HostTree()
 print(host.host_identity(tree).name, host.kernel_facts(tree).release, host.nvidia_driver_version(tree))
 print("DMI:", host.dmi_strings(tree))
@@ -18,8 +18,13 @@ print("virtual machine:", host.virtual_machine(tree), "- container:", host.conta
 devices = host.pci_devices(tree)
 for device in devices:
     kinds = [test.__name__ for test in (host.is_gpu, host.is_nic, host.is_nvme, host.is_bridge) if test(device)]
-    space = host.config_space(tree, device.address)
-    print(device.address, kinds, host.pci_path(tree, device.address), space.max_read_request_bytes if space else None)
+    config_space = host.config_space(tree, device.address)
+    print(
+        device.address,
+        kinds,
+        host.pci_path(tree, device.address),
+        config_space.max_read_request_bytes if config_space else None,
+    )
 if len(devices) > 1:
     print("distance:", host.pci_distance(tree, devices[0].address, devices[1].address).name)
 header = host.parse_config_space(bytes(64))
@@ -33,11 +38,11 @@ except SetupMissing as error:
 
 limits = host.process_limits(tree)
 print("locked memory:", limits.memlock_bytes, "- open files:", limits.open_files)
-host.raise_open_files_limit()  # Of this process.
+host.raise_open_files_limit()  # This call changes only this process.
 
 # Find the mount of a path and its block device, and the file system of an open file.
-table = host.mounts(tree)
-mount = host.mount_of(table, "/")
+mount_table = host.mounts(tree)
+mount = host.mount_of(mount_table, "/")
 assert mount is not None
 print(mount.kind, host.block_device(tree, mount.device))
 with tempfile.TemporaryFile() as file:
@@ -47,10 +52,10 @@ with tempfile.TemporaryFile() as file:
 print(host.find_library(tree, "libc.so.6"), host.find_libraries(tree, ["libcuda.so.1"]))
 assert "libc.so.6" in host.cached_libraries(tree) or host.find_library(tree, "libc.so.6")
 
-# A process is identified by more than its number, because numbers are used again.
-this = host.this_process(tree)
-assert host.process_identity(os.getpid(), tree) == this
-assert host.is_running(this, tree)
+# A process is identified by more than its number, because the kernel reuses the numbers.
+own_identity = host.this_process(tree)
+assert host.process_identity(os.getpid(), tree) == own_identity
+assert host.is_running(own_identity, tree)
 print("waited for a processor:", host.starved_s(os.getpid(), tree), "s")
 
 # Create a folder that only this user can use. Then rename a file, which fails if the new name exists.

@@ -29,29 +29,33 @@ with tempfile.TemporaryDirectory() as name:
     assert tensor.read() == weights
     print(tensors.report.bytes, "bytes by", tensors.report.route.value)
 
-    # The rows of one rank of two. The other bytes are not read.
-    half = safetensors.load_file(
+    # The rows that the first of two ranks needs. The other bytes are not read.
+    first_half = safetensors.load_file(
         paths[0], "cuda:0", framework="dlpack", select=lambda _name, shape: slice(shape[0] // 2)
     )
-    assert half["w0"].read() == weights[: len(weights) // 2]
+    assert first_half["w0"].read() == weights[: len(weights) // 2]
 
-    # One tensor, and columns of it, of an open file.
+    # One tensor of an open file, and columns of this tensor.
     with safetensors.safe_open(paths[0], framework="dlpack", device="cuda:0") as file:
-        part: safetensors.TensorSlice = file.get_slice("w0")
-        print(file.keys(), part.get_shape(), part.get_dtype(), part[:, :1].shape)
+        tensor_slice: safetensors.TensorSlice = file.get_slice("w0")
+        print(file.keys(), tensor_slice.get_shape(), tensor_slice.get_dtype(), tensor_slice[:, :1].shape)
 
     # Two devices with peer access read half of the bytes each.
     if cuda.device_count() > 1:
-        both = safetensors.load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack")
-        print([loaded["w0"].device_index for loaded in both], both[0].report.peer_bytes, "bytes from the peer")
+        tensors_by_device = safetensors.load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack")
+        print(
+            [loaded["w0"].device_index for loaded in tensors_by_device],
+            tensors_by_device[0].report.peer_bytes,
+            "bytes from the peer",
+        )
 
     # A load that was started is a future, and the end of its block cancels it.
     with safetensors.start_load_files(paths, "cpu", framework="dlpack") as load:
         load.cancel()
         print(load.bytes_moved, "of", load.length_bytes, "bytes")
 
-    # From GPU memory to a file, which gets its name when it is complete.
+    # save_file() writes GPU memory to a file, which gets its name when all its bytes are written.
     safetensors.save_file(tensors, folder / "saved.safetensors", {"origin": "example"}, framework="dlpack")
-    saved = safetensors.load_file(folder / "saved.safetensors", framework="dlpack")
-    assert saved["w0"].read() == weights
+    saved_tensors = safetensors.load_file(folder / "saved.safetensors", framework="dlpack")
+    assert saved_tensors["w0"].read() == weights
     gds.close_engines()

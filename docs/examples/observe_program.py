@@ -1,4 +1,4 @@
-"""Which path the bytes of another program took, as far as it can be seen from outside."""
+"""Observe from outside which path the bytes of another program took."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ assert observe.derive_routes(observation).routes == observation.routes
 page = observe.render_page(observation)
 print(len(page), "characters of HTML;", [process.program for process in observation.processes])
 
-# A process that runs already. What it did before does not count.
+# A process that already runs. Its earlier transfers do not count.
 with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
-    seen = observe.observe_process(child.pid, duration_s=0.2)
+    child_observation = observe.observe_process(child.pid, duration_s=0.2)
     print(host.descendants(host.HostTree(), child.pid))
     targets = evidence.descriptors(str(child.pid))
     print("dma-bufs:", evidence.held_dmabufs(host.HostTree(), str(child.pid), targets))
     child.kill()
-print(seen.routes[0].route, seen.routes[0].outcome.value)
+print(child_observation.routes[0].route, child_observation.routes[0].outcome.value)
 
 # The parts of an observation: an observer that the program samples, counters of GPUs, and the kernel's RDMA objects.
 with observe.Observer() as observer:
@@ -45,10 +45,10 @@ with observe.Observer() as observer:
 with host.GpuTrafficCounter() as counter:
     counter.start()
     print(counter.failure or counter.traffic())
-wrapping = host.WrappingCounter()
+wrapping_counter = host.WrappingCounter()
 for value, now_s in ((0xFFFF_FF00, 0.00), (0x100, 0.02)):
-    wrapping.add(value, now_s)
-assert wrapping.growth == 0x200
+    wrapping_counter.add(value, now_s)
+assert wrapping_counter.growth == 0x200
 print(len(evidence.tcp_sockets()), "TCP sockets")
 try:
     print(evidence.rdma_queue_pairs(), evidence.rdma_regions())

@@ -21,7 +21,7 @@ outcome = qualify.decide(facts, inventory.load_profile("any"), [], software_aske
 print(outcome.verdict, int(outcome.code))
 assert outcome.code is not qualify.ExitCode.PROVEN
 
-# The gate: only the required routes, one line, within a time.
+# The gate checks only the required routes, in a limited time, and prints one line.
 if "--check" in sys.argv:
     result = qualify.check(options, budget_s=60)
     print(result.line)

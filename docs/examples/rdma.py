@@ -15,18 +15,18 @@ nics = verbs.open_active_nics(count_max=1)
 with nics[0] as nic, mmap.mmap(-1, LENGTH) as target, nic.register_host(target) as region:
     print(nic.name, "registers dma-bufs:", nic.supports_dmabuf())
 
-    # Two queue pairs of one NIC. Between processes, each sends its endpoint to the other.
+    # Two queue pairs of one NIC. Two processes would send their endpoints to each other.
     with (
         nic.register_host(bytearray(pattern.payload(LENGTH, seed=1))) as source,
-        verbs.CompletionQueue(nic, depth=16, events=False) as completions,
-        nic.queue_pair(completions) as sender,
-        nic.queue_pair(completions) as receiver,
+        verbs.CompletionQueue(nic, depth=16, events=False) as completion_queue,
+        nic.queue_pair(completion_queue) as sender,
+        nic.queue_pair(completion_queue) as receiver,
     ):
         sender.connect(receiver.endpoint())
         receiver.connect(sender.endpoint())
         sender.post_write(source, region.remote(), work_id=7)
-        done = sender.wait(timeout_ms=10_000).expect(verbs.Status.SUCCESS)
-        assert done.work_id == 7
+        completion = sender.wait(timeout_ms=10_000).expect(verbs.Status.SUCCESS)
+        assert completion.work_id == 7
         pattern.check(target[:], seed=1)
 
         # A send needs a receive that the other side posted first.
@@ -37,15 +37,16 @@ with nics[0] as nic, mmap.mmap(-1, LENGTH) as target, nic.register_host(target) 
 
         # A wrong key is refused by the other side.
         remote = region.remote()
-        wrong = verbs.RemoteRange(address=remote.address, rkey=remote.rkey ^ 0xFFFF, length_bytes=16)
-        sender.post_write(source, wrong, work_id=10, length_bytes=16)
+        wrong_range = verbs.RemoteRange(address=remote.address, rkey=remote.rkey ^ 0xFFFF, length_bytes=16)
+        sender.post_write(source, wrong_range, work_id=10, length_bytes=16)
         print("a wrong key gives", sender.wait(timeout_ms=10_000).status.header_name)
 
-    # The native initiator posts without holding Python's lock. It measures, and moves real bytes.
+    # The native initiator posts without holding Python's lock. The initiator measures its transfers, which move real
+    # bytes.
     with (
         verbs.Initiator(nic.name, memory_bytes=LENGTH) as initiator,
-        nic.completion_queue() as completions,
-        nic.queue_pair(completions) as responder,
+        nic.completion_queue() as completion_queue,
+        nic.queue_pair(completion_queue) as responder,
     ):
         (endpoint,) = initiator.endpoints()
         initiator.connect([responder.endpoint()])

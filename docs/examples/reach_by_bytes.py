@@ -23,13 +23,13 @@ with cuda.Device(0) as device:
     results = measure_devices([device], [(nic, nic) for nic in nics], tree=tree, counters_timeout_s=0.0)
     assert [result.nic for result in results] == [nic.name for nic in nics]
 
-    # The table measures what nothing measured before, and keeps it for other programs.
+    # The table measures only what was not measured before, and stores the results for other programs.
     table = ReachTable(tree)
     assert all(result.moved for result in table.measured(device, nics))
 
-    # A connected pair of queue pairs, and the counters before and after it moved bytes.
+    # A connected pair of queue pairs moves bytes. The counters are read before and after.
     name = nics[0].name
-    before = host.read_port(tree, name, 1)
+    counters_before = host.read_port(tree, name, 1)
     with (
         device.allocate(4096) as memory,
         register(memory, nics) as registration,
@@ -38,7 +38,7 @@ with cuda.Device(0) as device:
         pair.fill(seed=7)
         pair.write(registration.remote(nics[0])).expect()
         pair.read(registration.remote(nics[0])).expect()
-    growth = host.port_growth(before, host.read_port(tree, name, 1))
+    growth = host.port_growth(counters_before, host.read_port(tree, name, 1))
     print("counted:", growth.sent_bytes, "bytes;", unproven_reason(results[0].path, 8192, growth) or "all of them")
     print(len(host.port_counters(tree)), "ports")
 

@@ -30,7 +30,7 @@ with tempfile.TemporaryDirectory() as name, cuda.Device(0) as device, device.all
         assert transfer.result(timeout_s=10).range_bytes == (4096, 4096)
         assert 0 <= file.cached_share() <= 1
 
-    # read_files() reads many whole files into one memory, one behind the other.
+    # read_files() reads many whole files into one memory, one after the other.
     lengths = [MIB // 4] * 4
     gds.read_files([folder / f"part{index}" for index in range(4)], memory, lengths).result()
     assert memory.read(length_bytes=16) == (folder / "part0").read_bytes()[:16]
@@ -51,7 +51,8 @@ with tempfile.TemporaryDirectory() as name, cuda.Device(0) as device, device.all
         except gds.TransferFailed as error:
             print(error.reason.value, "after", error.transferred.bytes, "bytes")
 
-    # A durable write returns when the bytes are on the disk. copy_file() copies through GPU memory and verifies it.
+    # A durable write returns when the bytes are on the disk. copy_file() copies through GPU memory, and compares the
+    # copy with its source.
     with gds.File(folder / "written", "w", direct="never") as file:
         file.write_from(memory, length_bytes=MIB, durable=True)
     copy_result = gds.copy_file(folder / "written", folder / "copied", direct="never", check=True)

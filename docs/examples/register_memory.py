@@ -31,7 +31,7 @@ with cuda.Device(0) as device:
         with register(memory, nics) as registration:
             print("registered by", registration.route.value, "with", [nic.name for nic in registration.nics])
 
-        # The cache registers whole allocations. A second lease of any part of one is a hit.
+        # The cache registers whole allocations. A second lease of any part of an allocation is a hit.
         with RegionCache(nics, regions_max=8) as cache:
             with cache.lease(memory) as lease:
                 assert lease.remote(nics[0]).length_bytes == MIB
@@ -41,8 +41,8 @@ with cuda.Device(0) as device:
             assert (statistics.registrations, statistics.hits) == (1, 1)
 
         # Memory of any exporter, by its dma-buf.
-        with DmabufMemory(memory.export_dmabuf()) as foreign, register(foreign, nics) as registration:
-            print("a dma-buf of", foreign.length_bytes, "bytes is registered by", registration.route.value)
+        with DmabufMemory(memory.export_dmabuf()) as dmabuf_memory, register(dmabuf_memory, nics) as registration:
+            print("a dma-buf of", dmabuf_memory.length_bytes, "bytes is registered by", registration.route.value)
 
     # Buffers that are registered before they are needed, and memory that is kept for later use.
     with BufferPool(device, nics, buffer_bytes=65536, count=4) as pool, pool.allocate(timeout_ms=1000) as buffer:
@@ -53,7 +53,7 @@ with cuda.Device(0) as device:
         memory_pool.allocate(MIB).close()
         assert memory_pool.statistics().hits == 1
 
-    # Which NIC is near, and whether the device sees a completed write without a flush.
+    # Show which NIC is near, and whether the device sees a completed write without a flush.
     placement = Placement()
     print([(nic.name, placement.distance(device.pci_bus_id, nic.name).name) for nic in nics])
     print("flush needed:", Ordering.of(device).needs_flush)

@@ -11,26 +11,26 @@ from gdrkit import cuda, host, verbs
 from gdrkit.registration import ShareKind, device_of, export_memory, gdr_handle, import_dmabuf, import_memory, receive
 
 
-def owner() -> None:
+def run_owner() -> None:
     """Allocate memory, send it by two methods, and wait for the bytes of the other process."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, __file__, str(theirs.fileno())]
-    with ours, cuda.Device(0) as device, device.allocate(1 << 20) as memory:
-        with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child:
-            theirs.close()
-            # The 80 bytes of the first GDR interface of hf3fs, for programs that support no other format.
-            ours.sendall(gdr_handle.export_gdr(memory))
+    own_socket, peer_socket = socket.socketpair()
+    command = [sys.executable, __file__, str(peer_socket.fileno())]
+    with own_socket, cuda.Device(0) as device, device.allocate(1 << 20) as memory:
+        with subprocess.Popen(command, pass_fds=[peer_socket.fileno()]) as child:
+            peer_socket.close()
+            # The 80-byte handle is for programs that support only the first GDR interface of hf3fs.
+            own_socket.sendall(gdr_handle.export_gdr(memory))
             for kind in (ShareKind.IPC, ShareKind.DMABUF):
                 with export_memory(memory, kind=kind, offset_bytes=4096, length_bytes=65536) as message:
-                    message.send(ours)
-            assert ours.recv(4) == b"done"
+                    message.send(own_socket)
+            assert own_socket.recv(4) == b"done"
             assert memory.read(length_bytes=3) == b"gdr"
             assert memory.read(offset_bytes=4096, length_bytes=5) == b"hello"
         assert child.returncode == 0
     print("the other process wrote into the memory")
 
 
-def importer(descriptor: int) -> None:
+def run_importer(descriptor: int) -> None:
     """Receive the memory: write into it by its address, and register its dma-buf with a NIC."""
     host.die_with_parent(os.getppid())
     with socket.socket(fileno=descriptor) as connection:
@@ -56,6 +56,6 @@ def importer(descriptor: int) -> None:
 
 
 if len(sys.argv) > 1:
-    importer(int(sys.argv[1]))
+    run_importer(int(sys.argv[1]))
 else:
-    owner()
+    run_owner()

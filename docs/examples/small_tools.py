@@ -52,29 +52,29 @@ with buffers.DmabufRange.from_fd(memfd, offset_bytes=4096) as dmabuf:
     assert dmabuf.length_bytes == 4096
 
 # Descriptors over a socket: close-on-exec, and an error if the message was truncated.
-ours, theirs = socket.socketpair()
-with ours, theirs:
-    socket.send_fds(ours, [b"x"], [memfd])
-    message, received = scm_rights.receive(theirs, length_bytes=1, descriptors_max=1)
-    assert (message, len(received)) == (b"x", 1)
-    scm_rights.close_all(received)
+own_socket, peer_socket = socket.socketpair()
+with own_socket, peer_socket:
+    socket.send_fds(own_socket, [b"x"], [memfd])
+    message, received_descriptors = scm_rights.receive(peer_socket, length_bytes=1, descriptors_max=1)
+    assert (message, len(received_descriptors)) == (b"x", 1)
+    scm_rights.close_all(received_descriptors)
 os.close(memfd)
 
 
 # An object that holds a resource, and is counted until it is closed.
-class Thing(handles.Resource):
+class ExampleResource(handles.Resource):
     """A resource whose release prints a line."""
 
     def __init__(self) -> None:
-        super().__init__("thing", name="the thing")
+        super().__init__("example", name="the example")
 
     def _release(self) -> None:
-        print("the thing is released")
+        print("the example is released")
 
 
-with Thing():
-    assert handles.live()["thing"] == 1
-assert "thing" not in handles.live()
+with ExampleResource():
+    assert handles.live()["example"] == 1
+assert "example" not in handles.live()
 handle = handles.Handle("counted")
 handle.release()
 stack = handles.ReleaseStack()
@@ -93,7 +93,7 @@ class Counter:
         forks.register(self)
 
     def after_fork_in_child(self) -> None:
-        """Begin again."""
+        """Begin the count again in the child."""
         self.count = 0
 
 
@@ -135,8 +135,10 @@ except errors.SetupMissing as error:
     print(error)
 engine = loader.LazyModule("gdrkit.gds._engine")
 print("imported at its first use:", loader.import_native("gdrkit.gds._engine").__name__, engine)
-missing = loader.setup_missing(operation="dlopen", text="libx: not found", what_to_do="install x", default_errno=2)
-assert isinstance(missing, errors.SetupMissing)
+missing_error = loader.setup_missing(
+    operation="dlopen", text="libx: not found", what_to_do="install x", default_errno=2
+)
+assert isinstance(missing_error, errors.SetupMissing)
 paths = install_paths.install_paths()
 assert Path(paths.suites).is_dir()
 
@@ -147,10 +149,10 @@ assert remedies.package_names("g++", manager="dnf") == ("gcc-c++",)
 # A child process and threads that do not outlive their owner.
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 children.kill_child(child)
-spawned = children.SpawnedChild()
-spawned.start(["/bin/sleep", "60"], os.environ, output_path=os.devnull, error_output_path=os.devnull)
-assert not spawned.end()
-assert spawned.returncode == -9
+spawned_child = children.SpawnedChild()
+spawned_child.start(["/bin/sleep", "60"], os.environ, output_path=os.devnull, error_output_path=os.devnull)
+assert not spawned_child.end()
+assert spawned_child.returncode == -9
 thread = threading.Thread(target=lambda: None)
 thread.start()
 children.join_threads([thread], timeout_s=5)

@@ -26,7 +26,7 @@ with tempfile.TemporaryDirectory() as store:
             ):
                 file.write(buffer, offset_bytes=0)
                 file.sync()
-                # Two ranges in one call, one of them into GPU memory.
+                # Two ranges are read in one call, the second range into GPU memory.
                 requests = [
                     IORequest(file, offset_bytes=0, buffer=buffer.subrange(offset_bytes=0, length_bytes=4096)),
                     IORequest(file, offset_bytes=65536, buffer=gpu_buffer),
@@ -34,8 +34,8 @@ with tempfile.TemporaryDirectory() as store:
                 print([result.length_bytes for result in client.batch_read(requests)])
                 print(client.stat("numbers").size_bytes, [entry.name for entry in client.list_folder()])
                 file.punch_hole((0, 4096))
-                with client.register(bytearray(b"x" * 4096)) as small:
-                    file.read(small, offset_bytes=0)
-                    assert small.copy_out() == bytes(4096)
+                with client.register(bytearray(b"x" * 4096)) as small_buffer:
+                    file.read(small_buffer, offset_bytes=0)
+                    assert small_buffer.copy_out() == bytes(4096)
         finally:
             server.terminate()

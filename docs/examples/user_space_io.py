@@ -21,7 +21,7 @@ KIB = 1024
 
 
 @contextlib.contextmanager
-def agent(folder: str) -> Iterator[None]:
+def run_agent(folder: str) -> Iterator[None]:
     """Serve a folder by an agent in plain mode."""
     command = [sys.executable, "-m", "gdrkit", "agent", folder, "--store", folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -34,7 +34,7 @@ def agent(folder: str) -> Iterator[None]:
 
 
 print("features:", sorted(usrbio.capabilities()))
-with tempfile.TemporaryDirectory() as mount, agent(mount):
+with tempfile.TemporaryDirectory() as mount, run_agent(mount):
     path = Path(mount) / "data"
     path.write_bytes(b"0123456789abcdef" * 4 * KIB)
     fd = os.open(path, os.O_RDWR)
@@ -44,27 +44,29 @@ with tempfile.TemporaryDirectory() as mount, agent(mount):
 
     with (
         usrbio.create_iovec(mount, length_bytes=64 * KIB) as iov,
-        usrbio.make_ioring(mount, 8, for_read=True, priority=usrbio.IorPriority.HIGH) as reads,
-        usrbio.make_ioring(mount, 8, for_read=False) as writes,
+        usrbio.make_ioring(mount, 8, for_read=True, priority=usrbio.IorPriority.HIGH) as read_ring,
+        usrbio.make_ioring(mount, 8, for_read=False) as write_ring,
     ):
-        (done,) = reads.prepare(iov[0:4096], True, fd, 16).submit().wait(min_results=1, timeout=timedelta(seconds=10))
-        assert (done.result, bytes(memoryview(iov)[:4])) == (4096, b"0123")
-        (done,) = writes.prepare(iov[0:4096], False, fd, 8192).submit().wait(min_results=1)
-        assert done.result == 4096
+        (completion,) = (
+            read_ring.prepare(iov[0:4096], True, fd, 16).submit().wait(min_results=1, timeout=timedelta(seconds=10))
+        )
+        assert (completion.result, bytes(memoryview(iov)[:4])) == (4096, b"0123")
+        (completion,) = write_ring.prepare(iov[0:4096], False, fd, 8192).submit().wait(min_results=1)
+        assert completion.result == 4096
         usrbio.force_fsync(fd)
         # Another process opens the memory by its id.
-        with usrbio.open_iovec(mount, iov.id, length_bytes=64 * KIB) as same:
-            assert bytes(memoryview(same)[:4]) == b"0123"
+        with usrbio.open_iovec(mount, iov.id, length_bytes=64 * KIB) as same_iov:
+            assert bytes(memoryview(same_iov)[:4]) == b"0123"
 
-    # Memory that Python shares, as in the binding of 3FS, and a whole file in one call.
-    shared = shared_memory.SharedMemory(create=True, size=64 * KIB)
+    # Memory of Python's module shared_memory, as in the binding of 3FS. read_file() reads a whole file in one call.
+    shared_buffer = shared_memory.SharedMemory(create=True, size=64 * KIB)
     try:
-        usrbio.make_iovec(shared, mount).close()  # type: ignore[arg-type]
+        usrbio.make_iovec(shared_buffer, mount).close()  # type: ignore[arg-type]
     finally:
-        shared.close()
-        shared.unlink()
+        shared_buffer.close()
+        shared_buffer.unlink()
     data = usrbio.read_file(path, mount, block_size=64 * KIB)
-    usrbio.trim_host_pool()  # Large iovs leave their memory to later ones, for 3 s or until this call.
+    usrbio.trim_host_pool()  # Until this call, or for 3 s, new iovs reuse the memory of closed iovs.
     assert data is not None
     assert data[:4] == b"0123"
 
@@ -75,10 +77,10 @@ with tempfile.TemporaryDirectory() as mount, agent(mount):
         cuda.Device(0) as device,
         device.allocate(64 * KIB) as memory,
         usrbio.make_gpu_iovec(mount, memory) as iov,
-        usrbio.make_ioring(mount, 8, for_read=True) as reads,
+        usrbio.make_ioring(mount, 8, for_read=True) as read_ring,
     ):
-        (done,) = reads.prepare(iov[0:4096], True, fd, 0).submit().wait(min_results=1)
-        assert (done.result, memory.read(length_bytes=4)) == (4096, b"0123")
+        (completion,) = read_ring.prepare(iov[0:4096], True, fd, 0).submit().wait(min_results=1)
+        assert (completion.result, memory.read(length_bytes=4)) == (4096, b"0123")
     usrbio.make_gpu_iovec(mount, length_bytes=64 * KIB).close()
     print("idle in the pool:", usrbio.gpu_pool_statistics().idle_bytes, "bytes")
     usrbio.trim_gpu_pool()

@@ -36,7 +36,7 @@ with tempfile.TemporaryDirectory() as folder:
 facts = inventory.probe(query_apis=False)
 print("name of a route:", report.route_name(0, "mlx5_0", "dmabuf"))
 print("routes of this machine:", [status.name for status in report.route_statuses(facts, [record])])
-# The substrate of each API in this process. Of several, the weakest decides.
+# The substrate of each API in this process. If an API has several substrates, the weakest counts.
 print(report.substrate_of(evidence.libraries(), facts))
 assert report.weakest([report.Substrate.HARDWARE, report.Substrate.TWIN]) is report.Substrate.TWIN
 

@@ -105,7 +105,7 @@ DOCUMENTS = {
 }
 # A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-FAILED, SETUP_MISSING = 1, 3
+EXIT_FAILED, EXIT_SETUP_MISSING = 1, 3
 # After SIGABRT, a part must print its stacks within this time, in seconds.
 ABORT_TIMEOUT_S = 5.0
 LOG_LINES, FAILED_LOG_LINES = 12, 60
@@ -127,72 +127,77 @@ def main() -> int:
     parser.add_argument("--cases", metavar="EXPRESSION", help="run only the cases that match, as with pytest -k")
     parser.add_argument("--disk", type=Path, help="folder for the files of sweep and storage: 16 GB, not a tmpfs")
     parser.add_argument("--software", action="store_true", help="use no hardware: every API runs on its software twin")
-    optional = " ".join(PARTS.keys() - default_parts)
+    optional_parts = " ".join(PARTS.keys() - default_parts)
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"default: {' '.join(default_parts)}; not in the default: {optional}"
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"default: {' '.join(default_parts)}; not in the default: {optional_parts}",
     )
     options = parser.parse_args()
     options.parts = options.parts or default_parts
     unknown_parts = [part for part in options.parts if part not in PARTS]
     if unknown_parts:
         parser.error(f"PART must be one of {', '.join(PARTS)}, not {unknown_parts[0]}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILED))
     # No core dumps are written, because they can be as large as the memory of a GPU. The printed stacks are sufficient.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with tempfile.TemporaryDirectory(prefix="gdrkit-gpu-") as folder:
         # Cases that run as another user need access to the folder.
         Path(folder).chmod(0o755)
         try:
-            site = _install(options.bundle.resolve(), Path(folder, "site"))
+            site_folder = _install(options.bundle.resolve(), Path(folder, "site"))
         except SetupError as error:
-            _say(f"gpu: {error}")
-            return SETUP_MISSING
-        _install_extras(options.extras or options.bundle / "extras", site)
-        return _run_parts(options, site, Path(folder))
+            _print_line(f"gpu: {error}")
+            return EXIT_SETUP_MISSING
+        _install_extras(options.extras or options.bundle / "extras", site_folder)
+        return _run_parts(options, site_folder, Path(folder))
 
 
-def _install(bundle: Path, site: Path) -> Path:
+def _install(bundle: Path, site_folder: Path) -> Path:
     """Install the packages that this Python lacks, and return their folder. A dry run of pip lists these packages."""
     wheels = bundle / "wheels"
     if not any(wheels.glob("gdrkit-*.whl")):
         message = f"{wheels} has no wheel of gdrkit: run nox -s bundle to create the folder"
         raise SetupError(message)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
-    report = site.with_suffix(".json")
-    dry_run = [*pip, "--find-links", str(wheels), "--dry-run", "--report", str(report), *PACKAGES]
+    report_file = site_folder.with_suffix(".json")
+    dry_run = [*pip, "--find-links", str(wheels), "--dry-run", "--report", str(report_file), *PACKAGES]
     if subprocess.call(dry_run) != 0:
         message = f"the wheels in {wheels} cannot be installed for Python {sys.version.split()[0]} at {sys.executable}"
         raise SetupError(message)
-    missing = json.loads(report.read_text())["install"]
-    urls = [package["download_info"]["url"] for package in missing]
+    missing_packages = json.loads(report_file.read_text())["install"]
+    urls = [package["download_info"]["url"] for package in missing_packages]
     files = [str(wheels / url.rpartition("/")[2].replace("%2B", "+")) for url in urls]
-    versions = ", ".join(f"{package['metadata']['name']} {package['metadata']['version']}" for package in missing)
-    _say(f"gpu: installing {versions}")
-    if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site), *files]) != 0:
+    versions = ", ".join(
+        f"{package['metadata']['name']} {package['metadata']['version']}" for package in missing_packages
+    )
+    _print_line(f"gpu: installing {versions}")
+    if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site_folder), *files]) != 0:
         message = "pip could not install the packages"
         raise SetupError(message)
-    return site
+    return site_folder
 
 
-def _install_extras(extras: Path, site: Path) -> None:
+def _install_extras(extras: Path, site_folder: Path) -> None:
     """Install every wheel in `extras` without its dependencies. If this fails, continue without the wheels."""
     wheels = sorted(map(str, extras.glob("*.whl")))
     if not wheels:
-        _say(f"gpu: no wheels in {extras}: cases that need additional packages will not run")
+        _print_line(f"gpu: no wheels in {extras}: cases that need additional packages will not run")
         return
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
-    if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site), *wheels]) != 0:
-        _say("gpu: pip could not install the additional packages: cases that need them will not run")
+    if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site_folder), *wheels]) != 0:
+        _print_line("gpu: pip could not install the additional packages: cases that need them will not run")
     else:
-        _say("gpu: additional packages: " + ", ".join(Path(wheel).name.partition("-")[0] for wheel in wheels))
+        _print_line("gpu: additional packages: " + ", ".join(Path(wheel).name.partition("-")[0] for wheel in wheels))
 
 
-def _make_environment(options: argparse.Namespace, site: Path, folder: Path) -> dict[str, str]:
+def _make_environment(options: argparse.Namespace, site_folder: Path, folder: Path) -> dict[str, str]:
     bundle = options.bundle.resolve()
     metadata = json.loads((bundle / "bundle.json").read_text())
     paths = {
-        "PYTHONPATH": [str(site)],
-        "LD_LIBRARY_PATH": [str(bundle / "lib"), str(site / "gdrkit" / "usrbio" / "lib")],
+        "PYTHONPATH": [str(site_folder)],
+        "LD_LIBRARY_PATH": [str(bundle / "lib"), str(site_folder / "gdrkit" / "usrbio" / "lib")],
     }
     path_variables = {
         name: os.pathsep.join([*folders, *filter(None, [os.environ.get(name)])]) for name, folders in paths.items()
@@ -209,88 +214,93 @@ def _make_environment(options: argparse.Namespace, site: Path, folder: Path) -> 
     return {**os.environ, **path_variables, **settings, **NO_MULTICAST}
 
 
-def _run_parts(options: argparse.Namespace, site: Path, folder: Path) -> int:
-    environment = _make_environment(options, site, folder)
-    data = site / "gdrkit" / "_data"
-    launch, substrate = _make_launch_command(is_software=options.software)
-    paths = {site: "{site}", options.bundle.resolve(): "{bundle}"}
-    documents = {
-        name: _describe_machine(command, launch, environment, folder, paths) for name, command in DOCUMENTS.items()
+def _run_parts(options: argparse.Namespace, site_folder: Path, folder: Path) -> int:
+    environment = _make_environment(options, site_folder, folder)
+    data_folder = site_folder / "gdrkit" / "_data"
+    launch_command, substrate = _make_launch_command(is_software=options.software)
+    name_by_path = {site_folder: "{site}", options.bundle.resolve(): "{bundle}"}
+    description_by_file = {
+        name: _describe_machine(command, launch_command, environment, folder, name_by_path)
+        for name, command in DOCUMENTS.items()
     }
-    logs = options.out / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    codes = []
+    log_folder = options.out / "logs"
+    log_folder.mkdir(parents=True, exist_ok=True)
+    exit_codes = []
     for name in options.parts:
         part = PARTS[name]
-        existing = [str(data / case) for case in part.cases if (data / case).exists()]
-        if not existing:
-            _say(f"gpu: {name}: this version has no such cases")
+        existing_cases = [str(data_folder / case) for case in part.cases if (data_folder / case).exists()]
+        if not existing_cases:
+            _print_line(f"gpu: {name}: this version has no such cases")
             continue
-        records = folder / f"{name}.jsonl"
-        command = [*launch, sys.executable, "-m", "pytest", "-c", str(data / "suites" / "pytest.ini")]
-        command += [f"--rootdir={data / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrate]
-        command += ["--records", str(records), "--command", f"gpu.py {name}", *part.options(), *existing]
+        records_file = folder / f"{name}.jsonl"
+        command = [*launch_command, sys.executable, "-m", "pytest", "-c", str(data_folder / "suites" / "pytest.ini")]
+        command += [f"--rootdir={data_folder / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrate]
+        command += ["--records", str(records_file), "--command", f"gpu.py {name}", *part.options(), *existing_cases]
         if options.cases:
             command += ["-k", options.cases]
         start_s = time.monotonic()
-        _say(f"\ngpu: {name}")
-        log = logs / f"{name}.log"
-        codes.append(run_limited(command, environment, folder, log, options.limit_s or part.limit_s))
-        _print_log_end(log, FAILED_LOG_LINES if codes[-1] else LOG_LINES)
-        _say(f"gpu: {name}: exit {codes[-1]} after {time.monotonic() - start_s:.0f} s")
-        profile_folder = _move_records(records, options.out)
+        _print_line(f"\ngpu: {name}")
+        log_file = log_folder / f"{name}.log"
+        exit_codes.append(run_limited(command, environment, folder, log_file, options.limit_s or part.limit_s))
+        _print_log_end(log_file, FAILED_LOG_LINES if exit_codes[-1] else LOG_LINES)
+        _print_line(f"gpu: {name}: exit {exit_codes[-1]} after {time.monotonic() - start_s:.0f} s")
+        profile_folder = _move_records(records_file, options.out)
         if profile_folder:
-            for document, text in documents.items():
-                if text:
-                    (profile_folder / document).write_text(text)
+            for file_name, json_text in description_by_file.items():
+                if json_text:
+                    (profile_folder / file_name).write_text(json_text)
         if options.tar:
             pack(options.out, options.tar)
-    return FAILED if any(codes) else 0
+    return EXIT_FAILED if any(exit_codes) else 0
 
 
 def _make_launch_command(*, is_software: bool) -> tuple[list[str], str]:
     """Return the first words of each command, and the value of the option --substrate."""
-    run = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
+    run_command = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
     if is_software:
-        _say("gpu: every API runs on its software twin")
-        return [*run, "--"], "software"
+        _print_line("gpu: every API runs on its software twin")
+        return [*run_command, "--"], "software"
     if any(Path("/sys/class/infiniband").glob("*")):
-        _say("gpu: verbs runs on the RDMA devices of this machine")
+        _print_line("gpu: verbs runs on the RDMA devices of this machine")
         return [], "cuda=hardware"
-    _say("gpu: no RDMA device: verbs runs on its software twin")
-    return [*run, "--apis", "verbs", "--"], "verbs=twin,cuda=hardware"
+    _print_line("gpu: no RDMA device: verbs runs on its software twin")
+    return [*run_command, "--apis", "verbs", "--"], "verbs=twin,cuda=hardware"
 
 
 def _describe_machine(
-    arguments: tuple[str, ...], launch: list[str], environment: dict[str, str], folder: Path, paths: dict[Path, str]
+    arguments: tuple[str, ...],
+    launch_command: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    name_by_path: dict[Path, str],
 ) -> str:
-    """Return the JSON that a command of gdrkit prints, with a name in place of each path in `paths`."""
-    command = [*launch, sys.executable, "-m", "gdrkit", *arguments]
+    """Return the JSON that a command of gdrkit prints, with a name in place of each path in `name_by_path`."""
+    command = [*launch_command, sys.executable, "-m", "gdrkit", *arguments]
     completed = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
     if completed.returncode:
-        _say(f"gpu: gdrkit {' '.join(arguments)} ended with exit code {completed.returncode}")
+        _print_line(f"gpu: gdrkit {' '.join(arguments)} ended with exit code {completed.returncode}")
         return ""
-    text = completed.stdout
-    for path, name in paths.items():
-        text = text.replace(f"{path}/", f"{name}/")
-    return text
+    json_text = completed.stdout
+    for path, name in name_by_path.items():
+        json_text = json_text.replace(f"{path}/", f"{name}/")
+    return json_text
 
 
-def run_limited(command: list[str], environment: dict[str, str], folder: Path, log: Path, limit_s: float) -> int:
+def run_limited(command: list[str], environment: dict[str, str], folder: Path, log_file: Path, limit_s: float) -> int:
     """Run a command, write its output to the log, and return its exit code.
 
     A command that exceeds `limit_s` seconds is killed. The exit code is then the negative number of the signal.
     """
-    with log.open("wb") as file:
+    with log_file.open("wb") as output:
         # The command runs in another folder, because Python imports first from the current one, and a checkout there
         # would have no native modules.
         process = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            _say(f"gpu: killed after {limit_s:g} s; the log has the stacks")
+            _print_line(f"gpu: killed after {limit_s:g} s; the log has the stacks")
             # SIGABRT makes the processes of the group print their stacks.
             os.killpg(process.pid, signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -303,52 +313,52 @@ def run_limited(command: list[str], environment: dict[str, str], folder: Path, l
             process.wait()
 
 
-def _print_log_end(log: Path, line_count: int) -> None:
+def _print_log_end(log_file: Path, line_count: int) -> None:
     """Print the last lines of the output of a part."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log_file.read_text(errors="replace").splitlines()
     for line in lines[-line_count:]:
-        _say(f"  | {line}")
+        _print_line(f"  | {line}")
 
 
-def pack(out: Path, archive: Path) -> None:
-    """Write the folder `out` into an archive. A complete new archive replaces an existing one."""
+def pack(output_folder: Path, archive: Path) -> None:
+    """Write the folder `output_folder` into an archive. A complete new archive replaces an existing one."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     new_archive = archive.with_name(archive.name + ".new")
     with tarfile.open(new_archive, "w:gz") as tar:
-        tar.add(out, arcname="records")
+        tar.add(output_folder, arcname="records")
     new_archive.replace(archive)
 
 
-def _move_records(records: Path, out: Path) -> Path | None:
+def _move_records(records_file: Path, output_folder: Path) -> Path | None:
     """Move the records to the folder of their profile, print a summary, and return that folder."""
-    if not records.exists():
-        _say("gpu: no record was written")
+    if not records_file.exists():
+        _print_line("gpu: no record was written")
         return None
-    parsed_records = [json.loads(line) for line in records.read_text().splitlines()]
-    records_path = Path(out, str(parsed_records[0]["profile"]), records.name)
-    records_path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(records, records_path)
+    parsed_records = [json.loads(line) for line in records_file.read_text().splitlines()]
+    moved_file = Path(output_folder, str(parsed_records[0]["profile"]), records_file.name)
+    moved_file.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(records_file, moved_file)
     verdict_counts = Counter(record["verdict"] for record in parsed_records)
-    _say(
-        f"gpu: {records_path}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdict_counts.items()))
+    _print_line(
+        f"gpu: {moved_file}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdict_counts.items()))
     )
-    unmet = Counter(
+    unmet_needs = Counter(
         f"{reason['need']}: {reason['text']}"
         for record in parsed_records
         for reason in record["reasons"]
         if record["verdict"] == "not_run"
     )
-    for text, count in unmet.items():
-        _say(f"  {count} x not run: {text}")
+    for need_text, count in unmet_needs.items():
+        _print_line(f"  {count} x not run: {need_text}")
     cases_by_failure: dict[str, list[str]] = {}
     for record in parsed_records:
         if record["verdict"] == "fail":
             cases_by_failure.setdefault(record["reasons"][0]["text"], []).append(record["case"])
         _print_numbers(record)
-    for text, cases in cases_by_failure.items():
+    for failure_text, cases in cases_by_failure.items():
         count_text = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-        _say(f"  fail: {cases[0]}{count_text}: {text}")
-    return records_path.parent
+        _print_line(f"  fail: {cases[0]}{count_text}: {failure_text}")
+    return moved_file.parent
 
 
 def _print_numbers(record: dict[str, object]) -> None:
@@ -359,13 +369,13 @@ def _print_numbers(record: dict[str, object]) -> None:
     evidence = record["evidence"]
     apis = evidence.get("measured_apis", substrate) if isinstance(evidence, dict) else substrate
     if any(substrate.get(api) != "hardware" for api in apis):
-        _say(f"  {record['case']}: measured on {substrate}, so the numbers do not describe this machine")
+        _print_line(f"  {record['case']}: measured on {substrate}, so the numbers do not describe this machine")
         return
     printed_numbers = {key: value for key, value in numbers.items() if key.endswith(("_median", "_percent", "_ratio"))}
-    _say(f"  {record['case']}: " + ", ".join(f"{key} {value:.4g}" for key, value in printed_numbers.items()))
+    _print_line(f"  {record['case']}: " + ", ".join(f"{key} {value:.4g}" for key, value in printed_numbers.items()))
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
 
 

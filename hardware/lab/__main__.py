@@ -31,7 +31,7 @@ EXAMPLE_COUNT = "5"
 # The lab requires that at least this many cases pass both on the twins and on the kernel's RDMA stack.
 AGREEING_CASES_MIN = 60
 
-FAILED, SETUP_MISSING = 1, 3
+EXIT_FAILED, EXIT_SETUP_MISSING = 1, 3
 
 
 def main() -> int:
@@ -39,8 +39,8 @@ def main() -> int:
     options = _parse_options()
     os.environ.setdefault("GDRKIT_EXAMPLES", EXAMPLE_COUNT)
     options.output.mkdir(parents=True, exist_ok=True)
-    records = {name: options.output / f"{name}.jsonl" for name in ("twin", "kernel")}
-    for path in records.values():
+    records_files = {name: options.output / f"{name}.jsonl" for name in ("twin", "kernel")}
+    for path in records_files.values():
         path.unlink(missing_ok=True)
     cases = options.cases
     if not any((PROJECT_ROOT / case.partition("::")[0]).exists() for case in cases):
@@ -48,19 +48,19 @@ def main() -> int:
     try:
         # The machine is configured first, so that missing programs are reported before the slow steps.
         machine = None if options.here else configure_machine(options)
-        codes = [
+        exit_codes = [
             subprocess.call(
-                _make_pytest_command(records["twin"], cases, ["--software", "--isolated"], []), cwd=PROJECT_ROOT
+                _make_pytest_command(records_files["twin"], cases, ["--software", "--isolated"], []), cwd=PROJECT_ROOT
             )
         ]
         if machine is None:
-            codes.append(_run_here(records["kernel"], cases, options))
+            exit_codes.append(_run_here(records_files["kernel"], cases, options))
         else:
-            codes.append(_run_in_guest(machine, records["kernel"], cases, options))
+            exit_codes.append(_run_in_guest(machine, records_files["kernel"], cases, options))
     except LabError as error:
-        _say(f"lab: {error}")
-        return SETUP_MISSING
-    return _evaluate(records, codes, options)
+        _print_line(f"lab: {error}")
+        return EXIT_SETUP_MISSING
+    return _evaluate(records_files, exit_codes, options)
 
 
 def _parse_options() -> argparse.Namespace:
@@ -79,9 +79,9 @@ def _parse_options() -> argparse.Namespace:
     return options
 
 
-def _make_pytest_command(records: Path, cases: list[str], launch: list[str], options: list[str]) -> list[str]:
-    run = [sys.executable, "-m", "gdrkit", "run", *launch, "--"] if launch else []
-    return [*run, sys.executable, "-m", "pytest", "-q", f"--records={records}", *options, *cases]
+def _make_pytest_command(records: Path, cases: list[str], launch_options: list[str], options: list[str]) -> list[str]:
+    run_command = [sys.executable, "-m", "gdrkit", "run", *launch_options, "--"] if launch_options else []
+    return [*run_command, sys.executable, "-m", "pytest", "-q", f"--records={records}", *options, *cases]
 
 
 def _run_in_guest(machine: Machine, records: Path, cases: list[str], options: argparse.Namespace) -> int:
@@ -98,18 +98,18 @@ def _run_in_guest(machine: Machine, records: Path, cases: list[str], options: ar
     script = options.output / "cases.sh"
     script.write_text("\n".join([*exports, f"cd {shlex.quote(str(PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""]))
     accelerator = "KVM" if machine.use_kvm else "TCG (KVM is not usable here; TCG is slower, with the same results)"
-    _say(f"lab: {machine.image.name} in a virtual machine by {accelerator}")
+    _print_line(f"lab: {machine.image.name} in a virtual machine by {accelerator}")
     return machine.run(script, output=options.output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s))
 
 
 def _run_here(records: Path, cases: list[str], options: argparse.Namespace) -> int:
     has_nic = any(Path("/sys/class/infiniband").glob("*"))
     has_cuda = Path("/proc/driver/nvidia/version").exists()
-    launch = [] if has_cuda else ["--software", "--isolated", "--apis", "cuda"]
-    profile = [] if has_nic or has_cuda else ["--profile=lab"]
-    command = _make_pytest_command(records, cases, launch, profile)
+    launch_options = [] if has_cuda else ["--software", "--isolated", "--apis", "cuda"]
+    profile_options = [] if has_nic or has_cuda else ["--profile=lab"]
+    command = _make_pytest_command(records, cases, launch_options, profile_options)
     prefix = [] if has_nic else ["bash", str(Path(__file__).with_name("rxe.sh"))]
-    _say("lab: the RDMA devices of this machine" if has_nic else "lab: rxe devices of this machine's kernel")
+    _print_line("lab: the RDMA devices of this machine" if has_nic else "lab: rxe devices of this machine's kernel")
     try:
         return subprocess.run([*prefix, *command], cwd=PROJECT_ROOT, timeout=options.limit_s, check=False).returncode
     except subprocess.TimeoutExpired as error:
@@ -117,47 +117,51 @@ def _run_here(records: Path, cases: list[str], options: argparse.Namespace) -> i
         raise LabError(message) from error
 
 
-def _evaluate(records: dict[str, Path], codes: list[int], options: argparse.Namespace) -> int:
+def _evaluate(records_files: dict[str, Path], exit_codes: list[int], options: argparse.Namespace) -> int:
     """Print the comparison and all problems, and return the exit code."""
-    runs_without_records = [name for name, path in records.items() if not path.exists() or not path.stat().st_size]
+    runs_without_records = [
+        name for name, path in records_files.items() if not path.exists() or not path.stat().st_size
+    ]
     if runs_without_records:
-        _say(f"lab: no records of the run on {' and '.join(runs_without_records)}; see its output above")
-        return FAILED
-    pairs = compare(records["twin"], records["kernel"])
-    _say(format_table(pairs))
-    kernel_records = read_records(records["kernel"])
+        _print_line(f"lab: no records of the run on {' and '.join(runs_without_records)}; see its output above")
+        return EXIT_FAILED
+    pairs = compare(records_files["twin"], records_files["kernel"])
+    _print_line(format_table(pairs))
+    kernel_records = read_records(records_files["kernel"])
     agreeing_count = sum(pair.agrees for pair in pairs)
     differing_pairs = [pair for pair in pairs if pair.differs]
     problems = [f"{pair.case}: {pair.twin} on the twin, {pair.kernel} on this kernel" for pair in differing_pairs]
-    problems += find_wrong_substrates(read_records(records["twin"]), frozenset({"twin"}))
+    problems += find_wrong_substrates(read_records(records_files["twin"]), frozenset({"twin"}))
     problems += find_wrong_substrates(kernel_records, frozenset({"kernel_software", "hardware"}))
     problems += find_missing_refusals(kernel_records, load_profile(kernel_records[0].profile))
     for record in kernel_records:
         for name, ratio in record.numbers.items():
             if name.endswith("_ratio"):
-                _say(f"lab: {record.case}: {name} {ratio:.2f}, median of {record.numbers.get('rounds_count', 1):g}")
+                _print_line(
+                    f"lab: {record.case}: {name} {ratio:.2f}, median of {record.numbers.get('rounds_count', 1):g}"
+                )
     refused_count, not_run_count = sum(pair.refused for pair in pairs), sum(not pair.ran_on_both for pair in pairs)
-    _say(f"lab: {format_count(agreeing_count, 'case')} passed on both")
-    _say(
+    _print_line(f"lab: {format_count(agreeing_count, 'case')} passed on both")
+    _print_line(
         f"lab: {format_count(refused_count, 'case')} about device memory passed on the twin, "
         "and this kernel refused the memory"
     )
-    _say(
+    _print_line(
         f"lab: {format_count(len(differing_pairs), 'case')} with different outcomes; "
         f"{not_run_count} did not run on both and are not counted"
     )
-    codes_by_run = zip(records, codes, strict=True)
+    codes_by_run = zip(records_files, exit_codes, strict=True)
     problems += [f"the run on {name} ended with exit code {code}" for name, code in codes_by_run if code]
     if agreeing_count < options.agreeing_min:
         problems.append(
             f"{format_count(agreeing_count, 'case')} passed on both, but at least {options.agreeing_min} must"
         )
     for problem in problems:
-        _say(f"lab: {problem}")
-    return FAILED if problems else 0
+        _print_line(f"lab: {problem}")
+    return EXIT_FAILED if problems else 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)  # noqa: T201 - the output of a command.
 
 

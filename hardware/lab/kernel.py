@@ -21,7 +21,7 @@ _META_PACKAGES = ("linux-image-amd64", "linux-image-generic")
 _VERSIONED_PACKAGE = re.compile(r"^linux-(?:image|modules-extra)-(\d\S*)$")
 
 # The folders of modules, relative to kernel/, that the guest needs for its root file system over 9p, the network and
-# RDMA, and for vgem, an exporter of dma-bufs. All modules of the kernel have 400 MB.
+# RDMA, and for vgem, an exporter of dma-bufs. All modules of a kernel together take 400 MB.
 MODULE_FOLDERS = (
     *("arch", "crypto", "drivers/infiniband", "drivers/net/veth", "drivers/virtio", "fs", "lib", "net"),
     *("drivers/block/virtio_blk", "drivers/char", "drivers/scsi", "drivers/gpu/drm/drm", "drivers/gpu/drm/vgem"),
@@ -39,9 +39,9 @@ def find_kernel_image(cache: Path, *, backports: bool = False) -> Path:
     LabError
         apt is missing, it has no kernel package, or the kernel has no module rdma_rxe.
     """
-    stamp, modules = cache / "ready", "\n".join(MODULE_FOLDERS)
-    # A folder that an earlier version of this file filled lacks modules.
-    if not stamp.exists() or stamp.read_text() != modules:
+    stamp_file, module_list = cache / "ready", "\n".join(MODULE_FOLDERS)
+    # A folder that an earlier version of this program has filled may lack modules.
+    if not stamp_file.exists() or stamp_file.read_text() != module_list:
         shutil.rmtree(cache, ignore_errors=True)
         cache.mkdir(parents=True)
         packages = _download(cache, _choose_backports_options(cache) if backports else [])
@@ -53,7 +53,7 @@ def find_kernel_image(cache: Path, *, backports: bool = False) -> Path:
         if not any(cache.glob(f"lib/modules/{version}/kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko*")):
             message = f"kernel {version} of this distribution has no module rdma_rxe: use a machine with an RDMA device"
             raise LabError(message)
-        stamp.write_text(modules)
+        stamp_file.write_text(module_list)
     return _find_image(cache)
 
 
@@ -68,16 +68,20 @@ def _find_image(cache: Path) -> Path:
 def _choose_backports_options(cache: Path) -> list[str]:
     """Download the package lists of this release's backports. Return options with which apt uses only these lists."""
     release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
-    targets = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)", "Created-By: Packages"]
-    rows = subprocess.run(targets, capture_output=True, text=True, check=False).stdout.split("\n")
+    command = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)", "Created-By: Packages"]
+    rows = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
     addresses = [row.partition(" ")[0] for row in rows if row.partition(" ")[2] == release]
     if not addresses:
         message = f"apt has no archive of the release {release!r}, so it has no backports: omit --backports"
         raise LabError(message)
-    sources, lists = cache / "backports.list", cache / "lists"
-    (lists / "partial").mkdir(parents=True)
-    sources.write_text(f"deb {addresses[0]} {release}-backports main\n")
-    options = [f"-oDir::Etc::sourcelist={sources}", "-oDir::Etc::sourceparts=-", f"-oDir::State::lists={lists}"]
+    source_list, lists_folder = cache / "backports.list", cache / "lists"
+    (lists_folder / "partial").mkdir(parents=True)
+    source_list.write_text(f"deb {addresses[0]} {release}-backports main\n")
+    options = [
+        f"-oDir::Etc::sourcelist={source_list}",
+        "-oDir::Etc::sourceparts=-",
+        f"-oDir::State::lists={lists_folder}",
+    ]
     _run_command(["apt-get", *options, "update", "-q"])
     return options
 
@@ -125,15 +129,15 @@ def _unpack(package: Path, cache: Path) -> None:
         message = f"{package.name} is not a Debian package: remove {cache} and try again"
         raise LabError(message)
     patterns = ["./boot/vmlinuz-*", "*/modules.*", *(f"*/kernel/{module}*" for module in MODULE_FOLDERS)]
-    unpack = subprocess.run(
+    completed = subprocess.run(
         ["tar", "-x", "-C", str(cache), "--wildcards", "--no-same-owner", *patterns],
         input=archive.stdout,
         stderr=subprocess.PIPE,
         check=False,
     )
     # tar exits with 2 if a pattern matches no file of this package, which is expected.
-    if unpack.returncode not in {0, 2}:
-        message = f"{package.name} cannot be unpacked: {unpack.stderr.decode(errors='replace').strip()[-200:]}"
+    if completed.returncode not in {0, 2}:
+        message = f"{package.name} cannot be unpacked: {completed.stderr.decode(errors='replace').strip()[-200:]}"
         raise LabError(message)
 
 

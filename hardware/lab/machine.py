@@ -83,14 +83,14 @@ class Machine:
         for name in ("booted", "code"):
             (output / name).unlink(missing_ok=True)
         process = self._start(script, output)
-        printer = threading.Thread(target=_print_output, args=(process,))
-        printer.start()
+        printer_thread = threading.Thread(target=_print_output, args=(process,))
+        printer_thread.start()
         try:
             self._wait(process, output / "booted", f"did not boot within {limits.boot_s:g} s", limits.boot_s)
             self._wait(process, None, f"booted, but did not end within {limits.run_s:g} s", limits.run_s)
         finally:
             _kill(process)
-            printer.join()
+            printer_thread.join()
         code_file = output / "code"
         code_text = code_file.read_text().strip() if code_file.exists() else ""
         if not code_text.isdecimal():
@@ -114,15 +114,16 @@ class Machine:
             cwd=output,
             env={**os.environ, "PATH": path},
             stdin=subprocess.DEVNULL,
-            # virtme-ng opens its standard output a second time. If that were a file, the file would be truncated.
+            # virtme-ng opens its standard output a second time. If standard output were a file, virtme-ng would
+            # truncate it.
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
     @staticmethod
-    def _wait(process: subprocess.Popen[bytes], file: Path | None, failure: str, limit_s: float) -> None:
-        """Wait until `file` exists or the process ends. After `limit_s`, raise an error with the text `failure`."""
+    def _wait(process: subprocess.Popen[bytes], file: Path | None, failure_text: str, limit_s: float) -> None:
+        """Wait until `file` exists or the process ends. After `limit_s`, raise an error with `failure_text`."""
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             if file is not None and file.exists():
@@ -130,7 +131,7 @@ class Machine:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_PERIOD_S)
                 return
-        message = f"the virtual machine {failure}, and was killed: try again on a machine with less load"
+        message = f"the virtual machine {failure_text}, and was killed: try again on a machine with less load"
         raise LabError(message)
 
 
@@ -139,17 +140,17 @@ def check_programs(tools: Path) -> None:
     if not (tools / "vng").exists():
         message = f"vng is not in {tools}: pip install virtme-ng"
         raise LabError(message)
-    missing = [name for name in _PROGRAMS if not shutil.which(name)]
-    if missing:
-        message = f"not found: {', '.join(missing)}; install them (Debian: apt-get install {_PACKAGES})"
+    missing_programs = [name for name in _PROGRAMS if not shutil.which(name)]
+    if missing_programs:
+        message = f"not found: {', '.join(missing_programs)}; install them (Debian: apt-get install {_PACKAGES})"
         raise LabError(message)
 
 
 def can_virtualize(*, cpuinfo: Path = Path("/proc/cpuinfo"), device: Path = Path("/dev/kvm")) -> bool:
     """Return whether KVM can be used: the processor supports it, and this user may open the device.
 
-    It is not sufficient that the device exists. On a virtual machine without nested virtualization it may exist too,
-    and a guest that uses it hangs.
+    The device alone is not sufficient. A virtual machine without nested virtualization may have the device, too, but a
+    guest that uses it hangs.
 
     Raises
     ------
@@ -174,7 +175,7 @@ def can_virtualize(*, cpuinfo: Path = Path("/proc/cpuinfo"), device: Path = Path
 
 def _print_output(process: subprocess.Popen[bytes]) -> None:
     """Print the output of the process as it arrives."""
-    assert process.stdout is not None  # noqa: S101 - it was started with a pipe.
+    assert process.stdout is not None  # noqa: S101 - the process was started with a pipe.
     with process.stdout as output:
         while data := output.read1():  # type: ignore[attr-defined]
             sys.stdout.write(data.decode("utf-8", "replace"))

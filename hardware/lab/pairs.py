@@ -22,7 +22,7 @@ __all__ = ["REFUSED", "Pair", "compare", "find_missing_refusals", "find_wrong_su
 
 _NO_RECORD = "absent"
 # The data of a case is right in both verdicts. A case that claims something about hardware is unproven on a twin.
-_RIGHT = frozenset({Verdict.PASS.value, Verdict.UNPROVEN.value})
+_RIGHT_VERDICTS = frozenset({Verdict.PASS.value, Verdict.UNPROVEN.value})
 # An outcome that exists only in this comparison: the record of the case is not_run and has the error that the profile
 # requires.
 REFUSED = "refused"
@@ -44,12 +44,12 @@ class Pair:
     @property
     def agrees(self) -> bool:
         """Whether the data of the case was right in both runs."""
-        return {self.twin, self.kernel} <= _RIGHT
+        return {self.twin, self.kernel} <= _RIGHT_VERDICTS
 
     @property
     def refused(self) -> bool:
         """Whether the data was right on the twin, and the kernel refused the case as expected."""
-        return self.twin in _RIGHT and self.kernel == REFUSED
+        return self.twin in _RIGHT_VERDICTS and self.kernel == REFUSED
 
     @property
     def differs(self) -> bool:

@@ -14,7 +14,7 @@ from gdrkit.report import Record, Verdict, append_record
 from hardware.lab.errors import LabError
 from hardware.lab.options import add_machine_options
 from hardware.peers.cuda_programs import list_cuda_programs
-from hardware.peers.cuda_python import join_results, run_cuda_python, share_table
+from hardware.peers.cuda_python import format_share_table, join_results, run_cuda_python
 from hardware.peers.lab import Difference, compare, run_in_guest
 from hardware.peers.programs import list_debian_programs
 from hardware.peers.python_programs import list_python_programs
@@ -22,7 +22,7 @@ from hardware.peers.rdma_core import run_tests
 from hardware.peers.records import (
     format_table,
     make_program_record,
-    new_record,
+    make_record,
     query_debian_version,
     query_pypi_version,
 )
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _BUILD_FOLDER = Path(__file__).resolve().parents[2] / "build" / "peers"
-FAILED, SETUP_MISSING = 1, 3
+EXIT_FAILED, EXIT_SETUP_MISSING = 1, 3
 
 
 def main() -> int:
@@ -59,57 +59,64 @@ def main() -> int:
             kernel_records = run_in_guest(options, _BUILD_FOLDER)
             differences = compare(options.records, kernel_records)
         except LabError as error:
-            _say(f"peers: {error}")
-            return SETUP_MISSING
+            _print_line(f"peers: {error}")
+            return EXIT_SETUP_MISSING
         failures_count += _report_differences(differences, kernel_records.stem)
-    return FAILED if failures_count else 0
+    return EXIT_FAILED if failures_count else 0
 
 
 def _compare_speed(options: argparse.Namespace) -> int:
     """Measure the speed of the twin, write one record, and return the exit code."""
-    began_s, load_before = time.monotonic(), os.getloadavg()[0]
+    begin_s, load_before = time.monotonic(), os.getloadavg()[0]
     try:
-        values = measure_speed(_choose_device(options), _say)
+        values = measure_speed(_choose_device(options), _print_line)
     except ProgramFailedError as error:
-        _say(f"peers: {error}")
-        return FAILED
+        _print_line(f"peers: {error}")
+        return EXIT_FAILED
     load = (load_before, os.getloadavg()[0])
-    record = make_speed_record(values, load=load, duration_s=time.monotonic() - began_s)
+    record = make_speed_record(values, load=load, duration_s=time.monotonic() - begin_s)
     append_record(options.records, record)
     for name, number in make_speed_numbers(values).items():
-        _say(f"{name} {number:.3f}")
-    _say("".join(reason.text for reason in record.reasons) or "every goal is reached")
-    return 0 if record.verdict is Verdict.PASS else FAILED
+        _print_line(f"{name} {number:.3f}")
+    _print_line("".join(reason.text for reason in record.reasons) or "every goal is reached")
+    return 0 if record.verdict is Verdict.PASS else EXIT_FAILED
 
 
 def _compare_with_gpu(options: argparse.Namespace) -> int:
     """Run the tests of cuda-python on the twin, join the results, write one record, and return the exit code."""
-    began_s = time.monotonic()
-    results = options.records.with_suffix(".cases")
-    run_cuda_python(options.python, options.tests, _choose_device(options), results)
-    join = join_results(options.gpu_results, results)
-    numbers = {"counted_count": float(len(join.counted)), "passed_count": float(join.passed_count)}
-    numbers |= {"passed_percent": join.share_percent, "kinder_count": float(len(join.cases_passing_only_on_twin))}
+    begin_s = time.monotonic()
+    results_file = options.records.with_suffix(".cases")
+    run_cuda_python(options.python, options.tests, _choose_device(options), results_file)
+    joined_results = join_results(options.gpu_results, results_file)
+    numbers = {"counted_count": float(len(joined_results.counted)), "passed_count": float(joined_results.passed_count)}
+    numbers |= {
+        "passed_percent": joined_results.share_percent,
+        "kinder_count": float(len(joined_results.cases_passing_only_on_twin)),
+    }
     # A record has no paths of this machine.
     environment = str(Path(options.python).parents[1])
     not_passed = {
-        case: text.replace(str(options.tests.resolve()), "TESTS").replace(environment, "ENVIRONMENT")
-        for case, text in join.texts.items()
+        case: failure_text.replace(str(options.tests.resolve()), "TESTS").replace(environment, "ENVIRONMENT")
+        for case, failure_text in joined_results.texts.items()
     }
-    evidence: dict[str, object] = {"gpu": dict(join.gpu), "twin": dict(join.twin), "not_passed": not_passed}
-    record = new_record(
+    evidence: dict[str, object] = {
+        "gpu": dict(joined_results.gpu),
+        "twin": dict(joined_results.twin),
+        "not_passed": not_passed,
+    }
+    record = make_record(
         "cuda-python's tests",
-        failure=join.failure,
+        failure=joined_results.failure,
         evidence=evidence,
         numbers=numbers,
         substrate="twin",
         apis=("cuda", "cufile"),
-        duration_s=time.monotonic() - began_s,
+        duration_s=time.monotonic() - begin_s,
     )
     append_record(options.records, record)
-    _say(share_table(join))
-    _say(f"peers: {join.failure or 'the twin passes'}")
-    return FAILED if join.failure else 0
+    _print_line(format_share_table(joined_results))
+    _print_line(f"peers: {joined_results.failure or 'the twin passes'}")
+    return EXIT_FAILED if joined_results.failure else 0
 
 
 def _choose_device(options: argparse.Namespace) -> DeviceUnderTest:
@@ -135,52 +142,63 @@ def _run_programs(options: argparse.Namespace) -> int:
         append_record(options.records, record)
         failures_count += record.verdict is not Verdict.PASS
         rows.append(
-            (program.name, version, _parse_number(outcome.moved_bytes), program.data_check, outcome.failure or "pass")
+            (
+                program.name,
+                version,
+                _format_byte_count(outcome.moved_bytes),
+                program.data_check,
+                outcome.failure or "pass",
+            )
         )
-        _say("  ".join(rows[-1]))
+        _print_line("  ".join(rows[-1]))
     if options.tests is not None and options.only in "rdma-core's tests":
         record, row = _run_rdma_core(options, device_under_test, substrate)
         append_record(options.records, record)
         failures_count += record.verdict is not Verdict.PASS
         rows.append(row)
-    _say("\n" + format_table(rows))
-    _say(f"{len(rows) - failures_count} of {len(rows)} programs passed on {substrate}")
+    _print_line("\n" + format_table(rows))
+    _print_line(f"{len(rows) - failures_count} of {len(rows)} programs passed on {substrate}")
     return failures_count
 
 
 def _report_differences(differences: Sequence[Difference], kernel: str) -> int:
     """Print the differences between the twin and a kernel, and return how many are defects of the twin."""
-    defects = [entry for entry in differences if entry.is_defect_of_twin]
-    for entry in differences:
-        source = f" ({entry.source})" if entry.source else ""
-        _say(f"peers: {entry.name}: {entry.twin} on the twin, {entry.kernel} on Soft-RoCE of {kernel}{source}")
-    _say(f"peers: {len(differences)} differ from Soft-RoCE of {kernel}; the twin lacks {len(defects)} of them")
+    defects = [difference for difference in differences if difference.is_defect_of_twin]
+    for difference in differences:
+        source = f" ({difference.source})" if difference.source else ""
+        outcomes = f"{difference.twin} on the twin, {difference.kernel} on Soft-RoCE of {kernel}"
+        _print_line(f"peers: {difference.name}: {outcomes}{source}")
+    _print_line(f"peers: {len(differences)} differ from Soft-RoCE of {kernel}; the twin lacks {len(defects)} of them")
     return len(defects)
 
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hardware.peers", description=main.__doc__)
     parser.add_argument("--python", default="", help="interpreter of an environment with nixl, mooncake and pyverbs")
-    parser.add_argument("--tests", type=Path, help="folder of rdma-core's tests, of the version of pyverbs there")
+    parser.add_argument("--tests", type=Path, help="folder of rdma-core's tests, in the version of that pyverbs")
     parser.add_argument("--cuda", action="store_true", help="run only the programs with GPU memory")
     parser.add_argument(
-        "--gpu-results", type=Path, help="only run cuda-python's tests (--tests), and join them with these of a GPU"
+        "--gpu-results", type=Path, help="only run cuda-python's tests (--tests), and compare with this file of a GPU"
     )
     parser.add_argument("--only", default="", help="run only the programs whose name contains this text")
     parser.add_argument("--records", type=Path, help="write one record for each program to this file")
     parser.add_argument("--here", action="store_true", help="use the RDMA device of this machine, without twins")
     parser.add_argument("--device", default="twin0", help="name of the RDMA device (default: %(default)s)")
     parser.add_argument("--address", default="127.0.0.1", help="IP address of the device (default: %(default)s)")
-    parser.add_argument("--gid-index", type=int, default=1, help="index of its RoCE GID (default: %(default)s)")
+    parser.add_argument(
+        "--gid-index", type=int, default=1, help="index of the device's RoCE GID (default: %(default)s)"
+    )
     parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="limit of a program (default: %(default)s)")
     parser.add_argument("--debian-only", action="store_true", help="do not run the programs of PyPI")
     parser.add_argument(
         "--speed", action="store_true", help="only measure the speed of the twin, beside TCP and memcpy"
     )
-    parser.add_argument("--lab", action="store_true", help="then run them on Soft-RoCE of a kernel, and compare")
+    parser.add_argument(
+        "--lab", action="store_true", help="then run the programs on Soft-RoCE of a kernel, and compare"
+    )
     add_machine_options(parser)
-    # A guest without KVM is emulated, and a program in it then has a limit of its own (_GUEST_TIMEOUT_S in lab.py). The
-    # time of all programs in a guest with KVM is not measured.
+    # A guest without KVM is emulated. A program in this guest has a longer limit (_GUEST_TIMEOUT_S in lab.py). The time
+    # of all programs in a guest with KVM was never measured.
     parser.set_defaults(limit_s=3600.0)
     return parser.parse_args()
 
@@ -188,7 +206,7 @@ def _parse_options() -> argparse.Namespace:
 def _run_rdma_core(
     options: argparse.Namespace, device_under_test: DeviceUnderTest, substrate: str
 ) -> tuple[Record, tuple[str, str, str, str, str]]:
-    began_s = time.monotonic()
+    begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gdrkit-peers-") as folder:
         results = run_tests(options.python, options.tests, device_under_test, Path(folder))
     wrong_outcomes = {
@@ -202,24 +220,24 @@ def _run_rdma_core(
     numbers = {f"tests_{name}_count": float(results.count(name)) for name in ("pass", "skip", "fail", "error")}
     numbers["tests_run_count"] = float(len(results.outcomes))
     evidence: dict[str, object] = {"tests": dict(results.outcomes)} | ({"output": results.output} if failure else {})
-    record = new_record(
+    record = make_record(
         "rdma-core's tests",
         failure=failure,
         evidence=evidence,
         numbers=numbers,
         substrate=substrate,
-        duration_s=time.monotonic() - began_s,
+        duration_s=time.monotonic() - begin_s,
     )
     result = f"{results.count('pass')} pass, {results.count('skip')} skipped, {len(wrong_outcomes)} fail"
     version = query_pypi_version(options.python, "pyverbs")
-    return record, ("rdma-core's tests", version, _parse_number(results.moved_bytes), "by the tests", result)
+    return record, ("rdma-core's tests", version, _format_byte_count(results.moved_bytes), "by the tests", result)
 
 
-def _parse_number(moved_bytes: int | None) -> str:
+def _format_byte_count(moved_bytes: int | None) -> str:
     return "not counted" if moved_bytes is None else f"{moved_bytes:,}"
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)  # noqa: T201 - the output of a command.
 
 

@@ -23,23 +23,23 @@ def _make_pattern(seed: int = 0) -> Any:  # noqa: ANN401 - numpy does not name t
     return np.random.default_rng(seed).integers(0, 256, LENGTH_BYTES, dtype=np.uint8)
 
 
-def _check(actual: Any, expected: Any, what: str) -> None:  # noqa: ANN401 - as _pattern().
+def _check(actual: Any, expected: Any, subject: str) -> None:  # noqa: ANN401 - as in _make_pattern().
     if not np.array_equal(actual, expected):
-        sys.exit(f"{what}: {int(np.count_nonzero(actual != expected))} bytes are wrong")
+        sys.exit(f"{subject}: {int(np.count_nonzero(actual != expected))} bytes are wrong")
 
 
 def torch_copies(torch: Any) -> str:  # noqa: ANN401 - the package is imported by name.
     """Copy to each of two devices, within a device, between the devices, and back."""
     content = torch.from_numpy(_make_pattern())
-    for first, second in _DEVICE_PAIRS:
-        source = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=f"cuda:{first}")
+    for source_index, target_index in _DEVICE_PAIRS:
+        source = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=f"cuda:{source_index}")
         source.copy_(content)
         # Tensors are not filled on the device, because torch fills them by a kernel.
-        target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=f"cuda:{second}")
+        target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=f"cuda:{target_index}")
         target.copy_(source)
-        _check(target.clone().cpu().numpy(), _make_pattern(), f"device {first} to {second}")
+        _check(target.clone().cpu().numpy(), _make_pattern(), f"device {source_index} to {target_index}")
         # Rows of two different widths are copied as a matrix.
-        rows = torch.empty((64, 4096), dtype=torch.uint8, device=f"cuda:{second}")
+        rows = torch.empty((64, 4096), dtype=torch.uint8, device=f"cuda:{target_index}")
         rows.copy_(source[: 64 * 4096].view(64, 4096))
         _check(rows.cpu().numpy().ravel(), _make_pattern()[: 64 * 4096], "rows")
     return f"{torch.cuda.device_count()} devices"
@@ -61,22 +61,22 @@ def torch_pinned(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
 
 def torch_streams(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
     """Order two streams by an event, and measure the time between two events."""
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    first_stream, second_stream = torch.cuda.Stream(), torch.cuda.Stream()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     memory = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
     source, zeros = torch.from_numpy(_make_pattern()).pin_memory(), torch.from_numpy(0 * _make_pattern()).pin_memory()
     target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, pin_memory=True)
     for _ in range(20):
         target.zero_()
-        with torch.cuda.stream(first):
+        with torch.cuda.stream(first_stream):
             memory.copy_(zeros, non_blocking=True)
             begin.record()
             memory.copy_(source, non_blocking=True)
             end.record()
-        second.wait_event(end)
-        with torch.cuda.stream(second):
+        second_stream.wait_event(end)
+        with torch.cuda.stream(second_stream):
             target.copy_(memory, non_blocking=True)
-        second.synchronize()
+        second_stream.synchronize()
         _check(target.numpy(), _make_pattern(), "the second stream")
     if not end.query() or begin.elapsed_time(end) < 0:
         sys.exit("the events are wrong")
@@ -99,7 +99,7 @@ def torch_shared(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
     queue, is_changed_queue = context.Queue(), context.Queue()
     process = context.Process(target=_change_shared, args=(queue, is_changed_queue), daemon=True)
     process.start()
-    # The tensor begins within an allocation, and its storage is what the processes share.
+    # The tensor begins inside an allocation. The processes share the storage of the tensor.
     storage = torch.empty(LENGTH_BYTES + 4096, dtype=torch.uint8, device="cuda")
     tensor = storage[4096:]
     tensor.copy_(torch.from_numpy(_make_pattern()))
@@ -152,22 +152,22 @@ def kvikio_files(kvikio: Any, mode: str) -> str:  # noqa: ANN401 - as torch_copi
         driver.write(target, 0 * _make_pattern())
         with kvikio.CuFile(path, "w") as file:
             if file.write(source) != LENGTH_BYTES:
-                sys.exit("a part was written")
+                sys.exit("only a part was written")
         _check(np.fromfile(path, dtype=np.uint8), _make_pattern(), "the file")
         with kvikio.CuFile(path, "r") as file:
             if file.pread(target).get() != LENGTH_BYTES:
-                sys.exit("a part was read")
+                sys.exit("only a part was read")
             _check(driver.read(target), _make_pattern(), "pread")
             driver.write(target, 0 * _make_pattern())
             if file.raw_read(target, file_offset=0) != LENGTH_BYTES:
-                sys.exit("a part was read by raw_read")
+                sys.exit("raw_read read only a part")
             _check(driver.read(target), _make_pattern(), "raw_read")
-            part = driver.allocate(4096)
-            file.read(part, file_offset=8192)
-            _check(driver.read(part), _make_pattern()[8192 : 8192 + 4096], "a range")
-            host = np.zeros(LENGTH_BYTES, dtype=np.uint8)
-            file.read(host)
-            _check(host, _make_pattern(), "host memory")
+            page = driver.allocate(4096)
+            file.read(page, file_offset=8192)
+            _check(driver.read(page), _make_pattern()[8192 : 8192 + 4096], "a range")
+            host_array = np.zeros(LENGTH_BYTES, dtype=np.uint8)
+            file.read(host_array)
+            _check(host_array, _make_pattern(), "host memory")
     return f"compat_mode {mode}"
 
 
@@ -178,10 +178,10 @@ def nixl_files(nixl: Any, backend: str) -> str:  # noqa: ANN401 - as torch_copie
     driver.write(memory, _make_pattern())
     api = importlib.import_module(f"{nixl.__name__}._api")
     agent = api.nixl_agent("files", api.nixl_agent_config(backends=[backend]))
-    host = driver.read(memory)
-    address, kind = (host.ctypes.data, "DRAM") if backend == "POSIX" else (memory.address, "VRAM")
+    host_array = driver.read(memory)
+    address, memory_type = (host_array.ctypes.data, "DRAM") if backend == "POSIX" else (memory.address, "VRAM")
     with Path("nixl-data").open("w+b") as file:
-        regions = {kind: (address, LENGTH_BYTES, 0), "FILE": (0, LENGTH_BYTES, file.fileno())}
+        regions = {memory_type: (address, LENGTH_BYTES, 0), "FILE": (0, LENGTH_BYTES, file.fileno())}
         registrations = [agent.register_memory([(*region, "")], name) for name, region in regions.items()]
         memories, files = (agent.get_xfer_descs([region], name) for name, region in regions.items())
         for operation in ("WRITE", "READ"):
@@ -197,11 +197,11 @@ def nixl_files(nixl: Any, backend: str) -> str:  # noqa: ANN401 - as torch_copie
             if operation == "WRITE":
                 _check(np.fromfile("nixl-data", dtype=np.uint8), _make_pattern(), "the file")
                 driver.write(memory, 0 * _make_pattern())
-                host[:] = 0
-        _check(host if kind == "DRAM" else driver.read(memory), _make_pattern(), "the memory")
+                host_array[:] = 0
+        _check(host_array if memory_type == "DRAM" else driver.read(memory), _make_pattern(), "the memory")
         for registration in registrations:
             agent.deregister_memory(registration)
-    return f"backend {backend}, {kind}"
+    return f"backend {backend}, {memory_type}"
 
 
 class _Memory:
@@ -236,11 +236,11 @@ class _Driver:
         """Return memory of this size."""
         return _Memory(int(self._call("cuMemAlloc", length_bytes)), length_bytes)
 
-    def write(self, memory: _Memory, content: Any) -> None:  # noqa: ANN401 - as _pattern().
+    def write(self, memory: _Memory, content: Any) -> None:  # noqa: ANN401 - as in _make_pattern().
         """Replace the content."""
         self._call("cuMemcpyHtoD", memory.address, content.ctypes.data, memory.length_bytes)
 
-    def read(self, memory: _Memory) -> Any:  # noqa: ANN401 - as _pattern().
+    def read(self, memory: _Memory) -> Any:  # noqa: ANN401 - as in _make_pattern().
         """Return the content."""
         content = np.empty(memory.length_bytes, dtype=np.uint8)
         self._call("cuMemcpyDtoH", content.ctypes.data, memory.address, memory.length_bytes)

@@ -1,4 +1,4 @@
-"""The programs with GPU memory that `nox -s peers -- cuda` runs: of torch, kvikio, NIXL and UCX, and refused ones."""
+"""The programs with GPU memory that `nox -s peers -- cuda` runs: torch, kvikio, NIXL, UCX, and refused programs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["list_cuda_programs"]
 
 _FOLDER = Path(__file__).parent
 _MIB = 1 << 20
-# UCX asks the kernel for a route to the GID of the peer, and the kernel has none. It prints which transport moves the
-# bytes of an operation.
+# By default, UCX asks the kernel for a route to the GID of the peer, which does not exist for a twin. The mode `all`
+# turns this check off. UCX_PROTO_INFO makes UCX print which transport moves the bytes of an operation.
 _VERBS_SETTINGS = (
     "UCX_TLS=rc_verbs,ud_verbs:aux,cuda_copy,self",
     "UCX_IB_ROCE_REACHABILITY_MODE=all",
@@ -62,12 +62,18 @@ def _list_torch_programs(python: str) -> list[StockProgram]:
         )
     ]
     # The program imports gdrkit from this tree.
-    sends = ("env", f"PYTHONPATH={_FOLDER.parents[1]}", python, str(_FOLDER / "torch_rdma.py"))
+    rdma_command = ("env", f"PYTHONPATH={_FOLDER.parents[1]}", python, str(_FOLDER / "torch_rdma.py"))
     name = "torch, a file by gdrkit.gds, by RDMA to the tensor of a second process"
     apis, output = ("verbs", "cuda"), r"by RDMA \(dmabuf\): right$"
     programs.append(
         StockProgram(
-            name, "torch", sends, data_check=CHECKED_BY_PROGRAM, moved_bytes_min=8 * _MIB, apis=apis, output=output
+            name,
+            "torch",
+            rdma_command,
+            data_check=CHECKED_BY_PROGRAM,
+            moved_bytes_min=8 * _MIB,
+            apis=apis,
+            output=output,
         )
     )
     return programs
@@ -108,7 +114,7 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
     ]
     for transport, settings, apis, moved_mib in (
         ("rc_verbs", _VERBS_SETTINGS, ("verbs", "cuda"), 2),
-        # Both processes together also fill and read their GPU memory five times.
+        # The two transfers move 2 MiB. The processes also fill and read their GPU memory five times, by 1 MiB each.
         ("cuda_ipc", _IPC_SETTINGS, ("cuda",), 7),
     ):
         client, server = (
@@ -132,19 +138,26 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
 
 def _list_ucx_programs(python: str) -> list[StockProgram]:
     """Return the runs of the wheel of UCX. Its program finds its own libraries only by LD_LIBRARY_PATH."""
-    ucx = next(Path(python).parents[1].glob("lib/python*/site-packages/libucx"), Path("libucx"))
+    ucx_folder = next(Path(python).parents[1].glob("lib/python*/site-packages/libucx"), Path("libucx"))
     programs = []
     for transport, settings, output in (
         ("cuda_copy", _COPY_SETTINGS, r"cuda_copy/cuda"),
         ("cuda_ipc", _IPC_SETTINGS, r"zero-copy +\| cuda_ipc/cuda"),
     ):
-        server = ("env", f"LD_LIBRARY_PATH={ucx}/lib", *settings, str(ucx / "bin" / "ucx_perftest"), "-p", "{port}")
-        test = ("-t", "ucp_put_bw", "-m", "cuda", "-s", str(_MIB), "-n", "20", "-w", "2", "127.0.0.1")
+        server = (
+            "env",
+            f"LD_LIBRARY_PATH={ucx_folder}/lib",
+            *settings,
+            str(ucx_folder / "bin" / "ucx_perftest"),
+            "-p",
+            "{port}",
+        )
+        test_options = ("-t", "ucp_put_bw", "-m", "cuda", "-s", str(_MIB), "-n", "20", "-w", "2", "127.0.0.1")
         programs.append(
             StockProgram(
                 f"ucx_perftest -t ucp_put_bw -m cuda, {transport}",
                 "libucx-cu12",
-                (*server, *test),
+                (*server, *test_options),
                 server,
                 data_check=CHECKED_BY_COUNTERS,
                 moved_bytes_min=20 * _MIB,
@@ -156,7 +169,7 @@ def _list_ucx_programs(python: str) -> list[StockProgram]:
 
 
 def _list_refused_programs(python: str) -> list[StockProgram]:
-    """Return the programs that a twin refuses. Each prints one line that says why, and ends."""
+    """Return the programs that a twin refuses. Each program prints one line with the reason, and ends."""
     return [
         StockProgram(name, package, _make_command(python, case), data_check=REFUSED, apis=("cuda",), output=output)
         for name, package, case, output in (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hardware.peers.run import DeviceUnderTest
 
-__all__ = ["CudaPythonJoin", "join_results", "run_cuda_python", "share_table"]
+__all__ = ["CudaPythonJoin", "format_share_table", "join_results", "run_cuda_python"]
 
 TIMEOUT_S = 1200.0
 SHARE_MIN_PERCENT = 95.0
@@ -79,35 +79,35 @@ class CudaPythonJoin:
         return "; ".join(reasons)
 
 
-def run_cuda_python(python: str, tests: Path, device_under_test: DeviceUnderTest, results: Path) -> None:
+def run_cuda_python(python: str, tests: Path, device_under_test: DeviceUnderTest, results_file: Path) -> None:
     """Run the tests in the folder `tests` on the twin, and write their results."""
-    command = [*device_under_test.launcher, "--", python, str(_CHILD), str(tests), str(results)]
-    # With one GPU, the same cases run as on a machine with one.
+    command = [*device_under_test.launcher, "--", python, str(_CHILD), str(tests), str(results_file)]
+    # With one visible GPU, the same cases run as on a machine with one GPU.
     subprocess.run(["env", "CUDA_VISIBLE_DEVICES=0", *command], check=True, timeout=TIMEOUT_S)
 
 
 def join_results(gpu_file: Path, twin_file: Path) -> CudaPythonJoin:
     """Join the results of both machines."""
-    gpu_machine, gpu = _read(gpu_file)
-    twin_machine, twin = _read(twin_file)
+    gpu_machine, gpu_results = _read_results(gpu_file)
+    twin_machine, twin_results = _read_results(twin_file)
     absent_result: dict[str, Any] = {"outcome": "absent", "needs": []}
     outcomes: dict[str, tuple[str, str]] = {}
     counted: set[str] = set()
     texts: dict[str, str] = {}
-    for case in [*gpu, *(case for case in twin if case not in gpu)]:
-        on_gpu, on_twin = gpu.get(case, absent_result), twin.get(case, absent_result)
-        case_outcomes = (_take_first_word(on_gpu), _take_first_word(on_twin))
+    for case in [*gpu_results, *(case for case in twin_results if case not in gpu_results)]:
+        gpu_result, twin_result = gpu_results.get(case, absent_result), twin_results.get(case, absent_result)
+        case_outcomes = (_take_first_word(gpu_result), _take_first_word(twin_result))
         outcomes[case] = case_outcomes
-        needs = {*on_gpu["needs"], *on_twin["needs"]}
-        if case_outcomes[0] != _PASS or needs or _EXCLUDING_TEXT.search(on_twin["outcome"]):
+        needs = {*gpu_result["needs"], *twin_result["needs"]}
+        if case_outcomes[0] != _PASS or needs or _EXCLUDING_TEXT.search(twin_result["outcome"]):
             continue
         counted.add(case)
         if case_outcomes[1] != _PASS:
-            texts[case] = " ".join(on_twin["outcome"].split())
+            texts[case] = " ".join(twin_result["outcome"].split())
     return CudaPythonJoin(gpu_machine, twin_machine, outcomes, frozenset(counted), texts)
 
 
-def share_table(join: CudaPythonJoin) -> str:
+def format_share_table(join: CudaPythonJoin) -> str:
     """Return a table in Markdown: for each module of tests, the cases that count and how many pass on the twin."""
     totals = Counter(_find_module(case) for case in join.counted)
     failure_count_by_module = Counter(_find_module(case) for case in join.texts)
@@ -120,9 +120,9 @@ def share_table(join: CudaPythonJoin) -> str:
     return "\n".join(rows)
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    first, *lines = map(json.loads, path.read_text().splitlines())
-    return first["machine"], {line["test"]: line for line in lines}
+def _read_results(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    first_line, *lines = map(json.loads, path.read_text().splitlines())
+    return first_line["machine"], {line["test"]: line for line in lines}
 
 
 def _take_first_word(result: Mapping[str, Any]) -> str:

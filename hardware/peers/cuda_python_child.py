@@ -53,9 +53,9 @@ _DEVICE_SYNC = re.compile(r"dev\w*\.sync\(")
 class _Recorder:
     """A plugin of pytest that appends the outcome of each case to the results file."""
 
-    def __init__(self, results: Path) -> None:
-        self._results = results
-        self._ended_tests = {line["test"] for line in _read(results)}
+    def __init__(self, results_file: Path) -> None:
+        self._results = results_file
+        self._ended_tests = {line["test"] for line in _read_lines(results_file)}
         self._outcomes: dict[str, str] = {}
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:  # noqa: ANN401 - pytest's type.
@@ -91,16 +91,16 @@ def pytest_configure(config: Any) -> None:  # noqa: ANN401 - pytest's type.
 
 
 def _hide_compilers() -> None:
-    """Hide the compilers from this process. cuda.bindings takes this function of pathfinder when it is imported."""
+    """Hide the compilers from this process. Later imports of cuda.bindings use the changed function of pathfinder."""
     pathfinder: Any = importlib.import_module("cuda.pathfinder")
-    load = pathfinder.load_nvidia_dynamic_lib
+    load_library = pathfinder.load_nvidia_dynamic_lib
 
-    @functools.wraps(load)
+    @functools.wraps(load_library)
     def load_unless_hidden(name: str) -> Any:  # noqa: ANN401 - the type of pathfinder.
         if name in _COMPILERS:
             message = f"{name} is hidden, so that no case compiles"
             raise pathfinder.DynamicLibNotFoundError(message)
-        return load(name)
+        return load_library(name)
 
     pathfinder.load_nvidia_dynamic_lib = load_unless_hidden
 
@@ -112,7 +112,7 @@ def _add_test_helpers() -> None:
 
 
 def _find_needs(item: Any) -> list[str]:  # noqa: ANN401 - pytest's type.
-    """Return what the source of a case, of its fixtures and of the functions of the tests that they call needs."""
+    """Return the needs of a case, by the sources of the case, its fixtures and the test functions that they call."""
     definitions = item._fixtureinfo.name2fixturedefs  # noqa: SLF001 - pytest has no public list of the fixtures.
     fixtures = [overriding[-1].func for overriding in definitions.values()]
     needs = set()
@@ -143,7 +143,7 @@ def _find_called_functions(functions: list[Any]) -> Iterator[types.FunctionType]
         elif (
             isinstance(value, types.FunctionType)
             and value not in seen_functions
-            and _is_of_tests(value.__code__.co_filename)
+            and _is_in_tests_folder(value.__code__.co_filename)
         ):
             seen_functions.add(value)
             yield value
@@ -151,7 +151,7 @@ def _find_called_functions(functions: list[Any]) -> Iterator[types.FunctionType]
             unvisited_objects += [entry for entry in named_objects if isinstance(entry, types.FunctionType | type)]
 
 
-def _is_of_tests(file_name: str) -> bool:
+def _is_in_tests_folder(file_name: str) -> bool:
     return file_name.startswith(os.environ[_FOLDER])
 
 
@@ -163,12 +163,12 @@ def _list_names(code: types.CodeType) -> Iterator[str]:
             yield from _list_names(constant)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run_module(folder: Path, module: Path, results: Path) -> list[dict[str, Any]]:
-    """Run the cases of a module, and return their results. After a case that ends the process, start another one."""
+def run_module(folder: Path, module: Path, results_file: Path) -> list[dict[str, Any]]:
+    """Run the cases of a module, and return their results. If a case ends the process, start another process."""
     command = [
         sys.executable,
         "-m",
@@ -181,37 +181,42 @@ def run_module(folder: Path, module: Path, results: Path) -> list[dict[str, Any]
     ]
     command += ["-p", Path(__file__).stem, "-p", "no:randomly", "-p", "no:cacheprovider", "-q", "--tb=line"]
     command += ["--benchmark-disable", f"--timeout={_CASE_LIMIT_S}", "--timeout-method=thread", str(module)]
-    environ = {**os.environ, _RESULTS: str(results), _FOLDER: str(folder)}
+    environ = {**os.environ, _RESULTS: str(results_file), _FOLDER: str(folder)}
     environ["PYTHONPATH"] = str(Path(__file__).resolve().parent)
     output = ""
     for _ in range(_STARTS_MAX):
-        count = len(_read(results))
-        with results.with_suffix(".log").open("w+") as log:
+        line_count_before = len(_read_lines(results_file))
+        with results_file.with_suffix(".log").open("w+") as log:
             process = subprocess.Popen(
-                command, cwd=results.parent, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=results_file.parent,
+                env=environ,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_MODULE_LIMIT_S)
             # Some cases start processes that do not end with them.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+            exit_code = process.wait()
             log.seek(0)
             output = log.read()
         # After a timeout, the exit code is 1 as after a failure, but the last case has not ended.
-        lines = _read(results)
-        is_ended = 0 <= code <= 5 and not (lines and lines[-1]["outcome"] == "crash")  # noqa: PLR2004 - pytest's codes.
-        if is_ended or len(lines) == count:
+        lines = _read_lines(results_file)
+        has_ended = 0 <= exit_code <= 5 and not (lines and lines[-1]["outcome"] == "crash")  # noqa: PLR2004 - pytest's codes.
+        if has_ended or len(lines) == line_count_before:
             break
     outcomes: dict[str, dict[str, Any]] = {}
-    for line in _read(results):
+    for line in _read_lines(results_file):
         outcomes.setdefault(line["test"], {}).update(line)
     name = str(module.relative_to(folder))
     not_collected = {"test": name, "outcome": f"not collected: {output[-600:]}", "needs": []}
     return list(outcomes.values()) or [not_collected]
 
 
-def _describe() -> dict[str, str]:
+def _describe_machine() -> dict[str, str]:
     """Return the versions of the packages, and the name and number of the devices and the version of the driver."""
     driver: Any = importlib.import_module("cuda.bindings.driver")
     driver.cuInit(0)
@@ -229,30 +234,30 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="modules at a time")
     parser.add_argument("--only", default="", help="run only the modules whose path contains this text")
     options = parser.parse_args()
-    folder, results = options.folder.resolve(), options.results.resolve()
+    folder, results_file = options.folder.resolve(), options.results.resolve()
     modules = [
         path
         for package in ("cuda_bindings", "cuda_core")
         for path in sorted((folder / package / "tests").rglob("test_*.py"))
         if not _EXCLUDED_FOLDERS & set(path.parts) and options.only in str(path)
     ]
-    work = results.with_suffix(".work")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    with results.open("w") as file, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+    work_folder = results_file.with_suffix(".work")
+    shutil.rmtree(work_folder, ignore_errors=True)
+    work_folder.mkdir(parents=True)
+    with results_file.open("w") as file, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         lock = threading.Lock()
 
-        def run(number: int, module: Path) -> None:
-            cases = run_module(folder, module, work / f"{number}.jsonl")
-            words = [case["outcome"].partition(":")[0] for case in cases]
-            counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+        def run(module_index: int, module: Path) -> None:
+            cases = run_module(folder, module, work_folder / f"{module_index}.jsonl")
+            outcomes = [case["outcome"].partition(":")[0] for case in cases]
+            counts = ", ".join(f"{outcomes.count(word)} {word}" for word in dict.fromkeys(outcomes))
             with lock:
                 file.writelines(json.dumps(case) + "\n" for case in cases)
                 file.flush()
                 print(f"{module.relative_to(folder)}: {counts}", flush=True)  # noqa: T201 - the output of a program.
 
-        file.write(json.dumps({"machine": _describe()}) + "\n")
-        for future in [pool.submit(run, number, module) for number, module in enumerate(modules)]:
+        file.write(json.dumps({"machine": _describe_machine()}) + "\n")
+        for future in [pool.submit(run, module_index, module) for module_index, module in enumerate(modules)]:
             future.result()
     return 0
 

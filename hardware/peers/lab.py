@@ -59,7 +59,7 @@ class Difference:
     @property
     def source(self) -> str:
         """Why the twin does not have the feature that the test needs, or an empty string."""
-        sources = (source for beginnings, source in _ABSENT_FEATURES.items() if self.name.startswith(beginnings))
+        sources = (source for prefixes, source in _ABSENT_FEATURES.items() if self.name.startswith(prefixes))
         return next(sources, "") if self.twin.startswith("skip") else ""
 
     @property
@@ -110,9 +110,9 @@ def compare(twin: Path, kernel: Path) -> list[Difference]:
         message = f"rdma-core's tests did not run on the kernel of {kernel.name}: {''.join(outputs) or 'no record'}"
         raise LabError(message)
     twin_outcomes, kernel_outcomes = _parse_outcomes(twin_records), _parse_outcomes(kernel_records)
-    common = [name for name in twin_outcomes if name in kernel_outcomes]
-    differences = [Difference(name, twin_outcomes[name], kernel_outcomes[name]) for name in common]
-    return [entry for entry in differences if (entry.twin == _PASS) != (entry.kernel == _PASS)]
+    common_names = [name for name in twin_outcomes if name in kernel_outcomes]
+    differences = [Difference(name, twin_outcomes[name], kernel_outcomes[name]) for name in common_names]
+    return [difference for difference in differences if (difference.twin == _PASS) != (difference.kernel == _PASS)]
 
 
 def _parse_outcomes(records: Iterable[Record]) -> dict[str, str]:

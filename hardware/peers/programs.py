@@ -50,14 +50,14 @@ class StockProgram:
     moved_bytes_min : int
         The twins of both processes together must have moved at least this number of bytes.
     apis : tuple of str
-        The APIs that the program uses. The twin of the first one must have moved the bytes.
+        The APIs that the program uses. The twin of the first API must have moved the bytes.
     output : str
         A regular expression that the output of the client must contain.
     sent_file_bytes : int
         Length of the file ``{folder}/source``, which is written before the start. The program must copy it to
         ``{folder}/copy``. 0: there is no file.
     timeout_s : float
-        Time limit of a program that needs more time than the limit of all programs. 0: that limit is enough.
+        Time limit of a program that needs more time than the limit of all programs; 0 for any other program.
     expected_unused_api : str
         An API that the program does not use. On twins, `gdrkit run --require` with this API must then end with 125,
         its exit code for a required API that was not used. Empty: the programs must end with 0.
@@ -100,13 +100,25 @@ def _list_ibverbs_programs() -> list[StockProgram]:
         "ibv_srq_pingpong": ("", "-e", "-q 4"),
     }
     for program, option_texts in option_lists.items():
-        for text in option_texts:
+        for option_text in option_texts:
             # A datagram is at most as long as the path MTU, so ibv_ud_pingpong shortens its default of 2,048 bytes.
-            length_bytes = 65536 if "65536" in text else 1024 if "ud" in program else 4096
-            command = (program, "-d", "{device}", "-g", "{gid}", "-c", "-n", "100", "-p", "{port}", *text.split())
+            length_bytes = 65536 if "65536" in option_text else 1024 if "ud" in program else 4096
+            command = (
+                program,
+                "-d",
+                "{device}",
+                "-g",
+                "{gid}",
+                "-c",
+                "-n",
+                "100",
+                "-p",
+                "{port}",
+                *option_text.split(),
+            )
             programs.append(
                 StockProgram(
-                    " ".join(filter(None, (program, "-g 1 -c", text))),
+                    " ".join(filter(None, (program, "-g 1 -c", option_text))),
                     package,
                     (*command, "{address}"),
                     command,
@@ -116,9 +128,9 @@ def _list_ibverbs_programs() -> list[StockProgram]:
                 )
             )
     # ibv_xsrq_pingpong has no option that checks the data.
-    for text in ("", "-e"):
-        command = ("ibv_xsrq_pingpong", "-d", "{device}", "-g", "{gid}", "-p", "{port}", *text.split())
-        name = " ".join(filter(None, ("ibv_xsrq_pingpong -g 1", text)))
+    for option_text in ("", "-e"):
+        command = ("ibv_xsrq_pingpong", "-d", "{device}", "-g", "{gid}", "-p", "{port}", *option_text.split())
+        name = " ".join(filter(None, ("ibv_xsrq_pingpong -g 1", option_text)))
         programs.append(StockProgram(name, package, (*command, "{address}"), command, moved_bytes_min=2 * 5 * 4096))
     return programs
 
@@ -144,28 +156,28 @@ def _list_perftest_programs() -> list[StockProgram]:
                 option_texts += [] if test == "atomic" else ["-a -n 20"]
             elif test in {"write", "send"}:
                 option_texts.append("-I 64 -s 8")
-            programs += [_make_perftest_program(program, text) for text in option_texts]
+            programs += [_make_perftest_program(program, option_text) for option_text in option_texts]
     programs.append(_make_perftest_program("ib_send_bw", "-c UD -g"))
     return programs
 
 
-def _make_perftest_program(program: str, text: str) -> StockProgram:
+def _make_perftest_program(program: str, option_text: str) -> StockProgram:
     # perftest requests one completion for 100 requests, or for 16 with -l 16. The number of iterations must be a
     # multiple of this number. Otherwise perftest 4.5 waits for ever if its queue pairs (-q) do not keep pace.
-    operations = 20 if "-n 20" in text else 512 if "-l 16" in text else 500
-    length_bytes = 8 if "atomic" in program or "-s 8" in text else 1024
-    options = text.split()
+    operation_count = 20 if "-n 20" in option_text else 512 if "-l 16" in option_text else 500
+    length_bytes = 8 if "atomic" in program or "-s 8" in option_text else 1024
+    options = option_text.split()
     if "-n" not in options:
-        options += ["-n", str(operations)]
+        options += ["-n", str(operation_count)]
     if "atomic" not in program and "-s" not in options and "-a" not in options:
         options += ["-s", str(length_bytes)]
     command = (program, "-F", "-d", "{device}", "-x", "{gid}", "-p", "{port}", *options)
     return StockProgram(
-        f"{program} {text}",
+        f"{program} {option_text}",
         "perftest",
         (*command, "{address}"),
         command,
-        moved_bytes_min=operations * length_bytes,
+        moved_bytes_min=operation_count * length_bytes,
         output=r"^\s*\d+\s+\d+\s+[\d.]+",
     )
 
@@ -174,7 +186,7 @@ def _list_rdmacm_programs() -> list[StockProgram]:
     package = "rdmacm-utils"
     server_option = ("-s", "{address}")  # The option by which a client names the address of its server.
 
-    def pair(
+    def make_pair(
         name: str,
         client: tuple[str, ...],
         server: tuple[str, ...],
@@ -185,29 +197,29 @@ def _list_rdmacm_programs() -> list[StockProgram]:
 
     rping = ("rping", "-a", "{address}", "-p", "{port}", "-C", "100", "-V", "-v", "-S", "1000")
     programs = [
-        pair("rping -C 100 -V -v", (*rping, "-c"), (*rping, "-s"), CHECKED_BY_PROGRAM, 100 * 1000),
-        pair(
+        make_pair("rping -C 100 -V -v", (*rping, "-c"), (*rping, "-s"), CHECKED_BY_PROGRAM, 100 * 1000),
+        make_pair(
             "ucmatose",
             ("ucmatose", *server_option, "-C", "20"),
             ("ucmatose", "-b", "{address}", "-C", "20"),
             CHECKED_BY_COUNTERS,
             4000,
         ),
-        pair(
+        make_pair(
             "udaddy",
             ("udaddy", *server_option, "-C", "20"),
             ("udaddy", "-b", "{address}", "-C", "20"),
             CHECKED_BY_COUNTERS,
             2000,
         ),
-        pair(
+        make_pair(
             "mckey -m 239.1.2.3",
             ("mckey", "-m", "239.1.2.3", "-s", "-b", "{address}", "-C", "20"),
             ("mckey", "-m", "239.1.2.3", "-b", "{address}", "-C", "20"),
         ),
-        pair("rdma_client", ("rdma_client", *server_option, "-p", "{port}"), ("rdma_server", "-p", "{port}")),
-        pair("rdma_xclient", ("rdma_xclient", *server_option, "-p", "{port}"), ("rdma_xserver", "-p", "{port}")),
-        pair(
+        make_pair("rdma_client", ("rdma_client", *server_option, "-p", "{port}"), ("rdma_server", "-p", "{port}")),
+        make_pair("rdma_xclient", ("rdma_xclient", *server_option, "-p", "{port}"), ("rdma_xserver", "-p", "{port}")),
+        make_pair(
             "rdma_xclient -c x",
             ("rdma_xclient", *server_option, "-p", "{port}", "-c", "x"),
             ("rdma_xserver", "-p", "{port}", "-c", "x"),
@@ -234,14 +246,14 @@ def _list_rdmacm_programs() -> list[StockProgram]:
         for mode in ("b", "n", "a"):
             command = (program, "-p", "{port}", "-S", "65536", "-C", "50", "-T", mode, "-T", "v")
             name = f"{program} -T {mode} -T v"
-            programs.append(pair(name, (*command, *server_option), command, CHECKED_BY_PROGRAM, 2 * 50 * 65536))
+            programs.append(make_pair(name, (*command, *server_option), command, CHECKED_BY_PROGRAM, 2 * 50 * 65536))
     # Without -S and -C, rstream measures the latency by 222,200 transfers, each after the end of the one before. On two
-    # processors that other programs use too, each of them takes up to a millisecond.
-    all_sizes = pair("rstream", ("rstream", "-p", "{port}", *server_option), ("rstream", "-p", "{port}"))
-    programs.append(dataclasses.replace(all_sizes, timeout_s=300.0))
+    # processors that other programs use too, each transfer takes up to a millisecond.
+    all_sizes_program = make_pair("rstream", ("rstream", "-p", "{port}", *server_option), ("rstream", "-p", "{port}"))
+    programs.append(dataclasses.replace(all_sizes_program, timeout_s=300.0))
     # Without -b, the server binds the first address that the resolver gives, which may be ::1.
     udpong = ("udpong", "-p", "{port}", "-C", "50")
-    programs.append(pair("udpong", (*udpong, *server_option), (*udpong, "-b", "{address}")))
+    programs.append(make_pair("udpong", (*udpong, *server_option), (*udpong, "-b", "{address}")))
     return programs
 
 
@@ -268,7 +280,7 @@ def _list_libfabric_programs() -> list[StockProgram]:
 def _list_ucx_programs() -> list[StockProgram]:
     package = "ucx-utils"
     programs = [StockProgram("ucx_info -d", package, ("ucx_info", "-d"), data_check=NOTHING_MOVED, output="rc_verbs")]
-    operations = 2000
+    operation_count = 2000
     for transport, tests in {
         "rc_verbs": ("put_lat", "put_bw", "get", "am_lat", "am_bw", "fadd"),
         "ud_verbs": ("am_lat", "am_bw"),
@@ -276,7 +288,7 @@ def _list_ucx_programs() -> list[StockProgram]:
         for test in tests:
             # In UCX 1.13, a get without a copy has at least 65 bytes.
             size_options = ("-s", "128", "-D", "zcopy") if test == "get" else ("-s", "8")
-            options = ("-n", str(operations), "-w", "100", *size_options)
+            options = ("-n", str(operation_count), "-w", "100", *size_options)
             command = ("ucx_perftest", "-p", "{port}", "-d", "{device}:1", "-x", transport, "-t", test, *options)
             programs.append(
                 StockProgram(
@@ -284,26 +296,26 @@ def _list_ucx_programs() -> list[StockProgram]:
                     package,
                     (*command, "{address}"),
                     ("ucx_perftest", "-p", "{port}"),
-                    moved_bytes_min=operations * 8,
+                    moved_bytes_min=operation_count * 8,
                 )
             )
     # UCX connects the queue pairs of rc_verbs by datagrams.
     for transport in ("rc_verbs,ud_verbs:aux", "ud_verbs"):
         for test in ("tag_lat", "tag_bw", "ucp_put_bw", "ucp_get", "ucp_am_bw", "stream_bw"):
             settings = ("env", f"UCX_TLS={transport},self", "UCX_NET_DEVICES={device}:1")
-            command = (*settings, "ucx_perftest", "-p", "{port}", "-t", test, "-n", str(operations), "-w", "100")
+            command = (*settings, "ucx_perftest", "-p", "{port}", "-t", test, "-n", str(operation_count), "-w", "100")
             programs.append(
                 StockProgram(
                     f"UCX_TLS={transport} ucx_perftest -t {test} -s 4096",
                     package,
                     (*command, "-s", "4096", "{address}"),
                     (*settings, "ucx_perftest", "-p", "{port}"),
-                    moved_bytes_min=operations * 4096,
+                    moved_bytes_min=operation_count * 4096,
                 )
             )
     # A program that falls back to TCP works, but nothing moves over the twin.
     command = ("env", "UCX_TLS=tcp,self", "ucx_perftest", "-p", "{port}")
     name = "UCX_TLS=tcp ucx_perftest -t tag_lat with --require verbs ends with 125"
-    client = (*command, "-t", "tag_lat", "-n", str(operations), "-w", "100", "-s", "4096", "{address}")
+    client = (*command, "-t", "tag_lat", "-n", str(operation_count), "-w", "100", "-s", "4096", "{address}")
     programs.append(StockProgram(name, package, client, command, data_check=NOTHING_MOVED, expected_unused_api="verbs"))
     return programs

@@ -62,9 +62,9 @@ class GpuBuffer:
         self._copy(content.ctypes.data, self.address, _DEVICE_TO_HOST)
         return content
 
-    def _copy(self, to: int, source: int, kind: int) -> None:
+    def _copy(self, destination: int, source: int, copy_kind: int) -> None:
         length = ctypes.c_size_t(LENGTH_BYTES)
-        self._check(self._runtime.cudaMemcpy(ctypes.c_void_p(to), ctypes.c_void_p(source), length, kind))
+        self._check(self._runtime.cudaMemcpy(ctypes.c_void_p(destination), ctypes.c_void_p(source), length, copy_kind))
 
     def _check(self, error: int) -> None:
         if error:
@@ -85,12 +85,12 @@ class Nixl:
         self._remote_descriptors: Any = None
 
     def publish(self, folder: Path) -> None:
-        """Write what the initiator needs."""
+        """Write the data with which the initiator connects."""
         _publish(folder / "descriptors", self._agent.get_serialized_descs(self._descriptors))
         _publish(folder / "metadata", self._agent.get_agent_metadata())
 
     def connect(self, folder: Path) -> None:
-        """Read what the target has written."""
+        """Read the data that the target has published."""
         self._remote = self._agent.add_remote_agent(_wait_for(folder / "metadata"))
         self._remote_descriptors = self._agent.deserialize_descs(_wait_for(folder / "descriptors"))
 
@@ -128,11 +128,11 @@ class Mooncake:
             sys.exit("TransferEngine.register_memory failed")
 
     def publish(self, folder: Path) -> None:
-        """Write what the initiator needs."""
+        """Write the data with which the initiator connects."""
         _publish(folder / "segment", f"127.0.0.1:{self._engine.get_rpc_port()} {self._address}".encode())
 
     def connect(self, folder: Path) -> None:
-        """Read what the target has written."""
+        """Read the data that the target has published."""
         self._name, address = _wait_for(folder / "segment").decode().split()
         self._remote_address = int(address)
 
@@ -163,9 +163,9 @@ def _wait_for(path: Path) -> bytes:
 
 def _publish(path: Path, content: bytes) -> None:
     """Write the file so that a reader never sees a part of it."""
-    temporary = path.with_suffix(".part")
-    temporary.write_bytes(content)
-    temporary.rename(path)
+    temporary_file = path.with_suffix(".part")
+    temporary_file.write_bytes(content)
+    temporary_file.rename(path)
 
 
 def main() -> None:

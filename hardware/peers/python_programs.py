@@ -10,8 +10,8 @@ __all__ = ["list_python_programs"]
 
 # One read and one write of 1 MiB.
 _MOVED_BYTES = 2 << 20
-# On one host UCX moves the bytes through shared memory. The UCX in NIXL's wheel also asks the kernel for a route to the
-# GID of the peer, and the kernel has none.
+# UCX_TLS forbids shared memory, by which UCX would move bytes on one host. With the mode `all`, the UCX
+# in NIXL's wheel does not ask the kernel for a route to the GID of the peer, which does not exist.
 _NIXL_SETTINGS = ("env", "UCX_TLS=rc_verbs,ud_verbs:aux,self", "UCX_IB_ROCE_REACHABILITY_MODE=all")
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hardware.peers.run import DeviceUnderTest
 
-__all__ = ["RdmaCoreResults", "list_libraries_beside", "run_tests", "unpack_tests"]
+__all__ = ["RdmaCoreResults", "get_library_folder", "run_tests", "unpack_tests"]
 
 TIMEOUT_S = 900.0
 _CHILD = Path(__file__).with_name("rdma_core_child.py")
@@ -49,7 +49,7 @@ class RdmaCoreResults:
 
     def count(self, outcome: str) -> int:
         """Return the number of tests with this outcome: ``pass``, ``fail``, ``error`` or ``skip``."""
-        return sum(text.partition(":")[0] == outcome for text in self.outcomes.values())
+        return sum(test_outcome.partition(":")[0] == outcome for test_outcome in self.outcomes.values())
 
 
 def unpack_tests(archive: Path, folder: Path) -> Path:
@@ -62,10 +62,11 @@ def unpack_tests(archive: Path, folder: Path) -> Path:
     return next(folder.glob("*/rdma-core/tests"))
 
 
-def list_libraries_beside(tests: Path) -> Path:
+def get_library_folder(tests: Path) -> Path:
     """Return the folder of rdma-core's libraries of the version of the tests. ``nox -s peers -- --lab`` builds them.
 
-    pyverbs needs them where no twin replaces them: an older libibverbs, such as the distribution's, cannot be loaded.
+    pyverbs needs these libraries where no twin replaces them, because it cannot load an older libibverbs, such as the
+    library of the distribution.
     """
     return tests.with_name("rdma-core") / "lib"
 
@@ -76,20 +77,20 @@ def run_tests(python: str, tests: Path, device_under_test: DeviceUnderTest, fold
     `python` is the interpreter of an environment that has pyverbs of the same version as the tests. The results are
     also kept in `folder`.
     """
-    results, report = folder / "results.jsonl", folder / "rdma-core.json"
+    results_file, report_file = folder / "results.jsonl", folder / "rdma-core.json"
     environ = dict(os.environ)
-    libraries = list_libraries_beside(tests)
+    libraries = get_library_folder(tests)
     if not device_under_test.launcher and libraries.exists():
         environ["LD_LIBRARY_PATH"] = str(libraries)
     if device_under_test.launcher:
         environ["PATH"] = f"{_make_link_program(folder, device_under_test.device)}{os.pathsep}{environ['PATH']}"
-    launcher = (*device_under_test.launcher, f"--report={report}", "--") if device_under_test.launcher else ()
+    launcher = (*device_under_test.launcher, f"--report={report_file}", "--") if device_under_test.launcher else ()
     command = [
         *launcher,
         python,
         str(_CHILD),
         str(tests),
-        str(results),
+        str(results_file),
         device_under_test.device,
         str(device_under_test.gid_index),
     ]
@@ -108,23 +109,24 @@ def run_tests(python: str, tests: Path, device_under_test: DeviceUnderTest, fold
     except subprocess.TimeoutExpired:
         output = f"the tests did not end within {TIMEOUT_S:g} s"
     outcomes: dict[str, str] = {}
-    for line in results.read_text().splitlines() if results.exists() else []:
+    for line in results_file.read_text().splitlines() if results_file.exists() else []:
         result = json.loads(line)
         outcomes[result["test"]] = result["outcome"]
-    moved_bytes = read_moved_bytes(report) if device_under_test.counts_bytes else None
+    moved_bytes = read_moved_bytes(report_file) if device_under_test.counts_bytes else None
     return RdmaCoreResults(outcomes, moved_bytes, output[-2000:])
 
 
 def _make_link_program(folder: Path, device: str) -> Path:
     """Write a program `rdma` that answers ``rdma link show -j`` for the twin, and return its folder.
 
-    The tests ask iproute2's program of that name for the network interface of the device. It asks the kernel by
-    netlink, and the kernel does not know the twins. A twin is reached by the addresses of this machine, such as lo's.
+    The tests ask iproute2's program of that name for the network interface of the device. That program asks the kernel
+    by netlink, and the kernel does not know the twins. A twin is reached by the addresses of this machine, such as the
+    address of lo.
     """
-    programs = folder / "bin"
-    programs.mkdir()
-    row = {"ifname": device, "port": 1, "state": "ACTIVE", "netdev": "lo"}
-    program = programs / "rdma"
-    program.write_text(f"#!/bin/sh\necho '{json.dumps([row])}'\n")
+    programs_folder = folder / "bin"
+    programs_folder.mkdir()
+    link_row = {"ifname": device, "port": 1, "state": "ACTIVE", "netdev": "lo"}
+    program = programs_folder / "rdma"
+    program.write_text(f"#!/bin/sh\necho '{json.dumps([link_row])}'\n")
     program.chmod(0o755)
-    return programs
+    return programs_folder

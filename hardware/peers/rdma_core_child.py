@@ -53,7 +53,7 @@ class _Recorder(unittest.TestResult):
         self._write(test, f"error: {err[0].__name__}: {err[1]}")
 
 
-class _AbsentProvider(types.ModuleType):
+class _AbsentProviderModule(types.ModuleType):
     """A module of pyverbs about the devices of one vendor. Each name in it is a class without members."""
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the name may be a class or a number.
@@ -62,7 +62,7 @@ class _AbsentProvider(types.ModuleType):
         return type(name, (), {})
 
 
-class _AbsentProviders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _AbsentProviderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """A finder and loader of empty modules in place of the modules of ``pyverbs.providers``.
 
     The common code of the tests imports ``pyverbs.providers``, which is linked to the provider libraries of the same
@@ -74,7 +74,7 @@ class _AbsentProviders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_provider else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _AbsentProvider(spec.name)
+        return _AbsentProviderModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Do nothing: the module is empty."""
@@ -82,20 +82,20 @@ class _AbsentProviders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def main() -> int:
     """Run all tests and return 0, whatever their outcomes are."""
-    tests, results, device, gid_index = sys.argv[1:]
+    tests, results_file, device, gid_index = sys.argv[1:]
     sys.path.insert(0, tests)
     arguments: Any = importlib.import_module("args_parser").parser
     arguments.args = {"dev": device, "port": 1, "gid": int(gid_index), "gpu": 0, "gtt": False, "list_tests": False}
     arguments.args |= {"pci_dev": None, "verbosity": None}
-    sys.meta_path.insert(0, _AbsentProviders())
-    # The package's own __init__ imports every module, also those about the devices of one vendor, which need its
-    # provider library.
+    sys.meta_path.insert(0, _AbsentProviderFinder())
+    # The package's own __init__ imports every module, also those about the devices of one vendor, which need the
+    # provider library of the vendor.
     package = types.ModuleType("tests")
     package.__path__ = [tests]
     sys.modules["tests"] = package
     names = [path.stem for path in sorted(Path(tests).glob("test_*.py")) if not path.stem.startswith(VENDOR_MODULES)]
     suite = unittest.TestSuite()
-    with Path(results).open("w", encoding="utf-8") as file:
+    with Path(results_file).open("w", encoding="utf-8") as file:
         recorder = _Recorder(file)
         for name in names:
             suite.addTests(unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(f"tests.{name}")))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hardware.peers.programs import StockProgram
     from hardware.peers.run import ProgramOutcome
 
-__all__ = ["format_table", "make_program_record", "new_record", "query_debian_version", "query_pypi_version"]
+__all__ = ["format_table", "make_program_record", "make_record", "query_debian_version", "query_pypi_version"]
 
 _COMMAND = "nox -s peers"
 
@@ -35,7 +35,7 @@ def make_program_record(program: StockProgram, outcome: ProgramOutcome, *, versi
     if outcome.outputs:
         evidence["outputs"] = dict(outcome.outputs)
     numbers = {} if outcome.moved_bytes is None else {"moved_bytes": float(outcome.moved_bytes)}
-    return new_record(
+    return make_record(
         program.name,
         failure=outcome.failure,
         evidence=evidence,
@@ -46,7 +46,7 @@ def make_program_record(program: StockProgram, outcome: ProgramOutcome, *, versi
     )
 
 
-def new_record(
+def make_record(
     name: str,
     *,
     failure: str,

@@ -117,7 +117,7 @@ class _Process:
         self.report = folder / f"{role}.json"
         self._log = folder / f"{role}.log"
         launcher = (*device_under_test.launcher, f"--report={self.report}", "--") if device_under_test.launcher else ()
-        # A client that is started again keeps the output of its first start.
+        # The log keeps the output of the first start if a client is started again.
         with self._log.open("a") as log:
             self.popen = subprocess.Popen(
                 [*launcher, *command],
@@ -136,8 +136,8 @@ class _Process:
     def describe_end(self) -> str:
         """Return the exit code of an ended process, and the last line of text that the program itself printed."""
         lines = [line.strip() for line in self.output.splitlines() if not line.startswith(_LAUNCHER_PREFIX)]
-        texts = [line for line in lines if line.strip("-")]
-        return ": ".join([f"ended with exit code {self.popen.returncode}", *texts[-1:]])
+        text_lines = [line for line in lines if line.strip("-")]
+        return ": ".join([f"ended with exit code {self.popen.returncode}", *text_lines[-1:]])
 
     def is_running(self) -> bool:
         return self.popen.poll() is None
@@ -149,9 +149,9 @@ class _Process:
         return not self.is_running()
 
     def end(self) -> None:
-        for number, timeout_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, _END_TIMEOUT_S)):
+        for signal_number, timeout_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, _END_TIMEOUT_S)):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, number)
+                os.killpg(self.popen.pid, signal_number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(timeout_s)
 
@@ -168,9 +168,9 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
             "folder": folder_name,
         }
         source_content = _make_source(folder, program.sent_file_bytes)
-        began_s = time.monotonic()
+        begin_s = time.monotonic()
         processes, failure = _run_processes(program, device_under_test, folder, placeholders)
-        duration_s = time.monotonic() - began_s
+        duration_s = time.monotonic() - begin_s
         client = processes[-1]
         moved_bytes = (
             sum(read_moved_bytes(process.report, program.apis[0]) for process in processes)
@@ -180,7 +180,7 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
         pattern = program.output.format_map(placeholders) if "{" in program.output else program.output
         if not failure and pattern and not re.search(pattern, client.output, re.MULTILINE):
             failure = f"the output does not contain {pattern!r}"
-        if not failure and program.sent_file_bytes and _read(folder / "copy") != source_content:
+        if not failure and program.sent_file_bytes and _read_if_present(folder / "copy") != source_content:
             failure = "the copied file differs from its source"
         if not failure and moved_bytes is not None and moved_bytes < program.moved_bytes_min:
             failure = f"{moved_bytes} bytes moved over the twin, at least {program.moved_bytes_min} were expected"
@@ -199,12 +199,12 @@ def _run_processes(
     """Run the server and the client. Return the processes, the client last, and the failure or an empty string."""
     timeout_s = max(device_under_test.timeout_s, program.timeout_s)
     deadline_s = time.monotonic() + timeout_s
-    expected_code = 0
+    expected_exit_code = 0
     if program.expected_unused_api and device_under_test.launcher:
         device_under_test = dataclasses.replace(
             device_under_test, launcher=(*device_under_test.launcher, f"--require={program.expected_unused_api}")
         )
-        expected_code = EXIT_NOT_USED
+        expected_exit_code = EXIT_NOT_USED
     server_command, client_command = (
         [word.format_map(placeholders) for word in command] for command in (program.server, program.client)
     )
@@ -218,16 +218,21 @@ def _run_processes(
             client = _Process("client", client_command, device_under_test, folder)
             if not client.wait_until(deadline_s):
                 return [*servers, client], f"the client did not end within {timeout_s:g} s"
-            server_runs = bool(servers) and servers[0].is_running()
-            if client.popen.returncode == expected_code or not server_runs or time.monotonic() > retry_until_s:
+            is_server_running = bool(servers) and servers[0].is_running()
+            if (
+                client.popen.returncode == expected_exit_code
+                or not is_server_running
+                or time.monotonic() > retry_until_s
+            ):
                 break
             time.sleep(_PAUSE_S)
-        if client.popen.returncode != expected_code:
+        if client.popen.returncode != expected_exit_code:
             return [*servers, client], f"the client {client.describe_end()}"
         if servers and not servers[0].wait_until(min(deadline_s, time.monotonic() + _END_TIMEOUT_S)):
-            # Some servers, such as the servers of rcopy and rdma_xserver, serve further clients until they are ended.
+            # Some servers, such as the servers of rcopy and rdma_xserver, serve further clients until this program ends
+            # them.
             servers[0].end()
-        elif servers and servers[0].popen.returncode != expected_code:
+        elif servers and servers[0].popen.returncode != expected_exit_code:
             return [*servers, client], f"the server {servers[0].describe_end()}"
         return [*servers, client], ""
     finally:
@@ -242,7 +247,7 @@ def _await_listener(server: _Process, port: int) -> None:
 
 
 def _is_listening(port: int) -> bool:
-    """Return whether a program listens on the port. A test connection would be taken for the client.
+    """Return whether a program listens on the port. The server would take a test connection for its client.
 
     The kernel lists the listeners of TCP, and the sockets on which the twin of librdmacm listens.
     """
@@ -270,7 +275,7 @@ def _make_source(folder: Path, length_bytes: int) -> bytes:
     return content
 
 
-def _read(path: Path) -> bytes:
+def _read_if_present(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 

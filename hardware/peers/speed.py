@@ -1,7 +1,7 @@
 """`python -m hardware.peers --speed`: the speed of the verbs twin, of TCP and of a memory copy, in one run.
 
-Every figure is measured once in each turn, so that other load on the machine meets all of them. The ratios
-divide medians of the turns.
+Every figure is measured once in each turn, so that other load on the machine affects all figures. The ratios divide
+medians of the turns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hardware.peers.programs import StockProgram
-from hardware.peers.records import new_record, query_debian_version
+from hardware.peers.records import make_record, query_debian_version
 from hardware.peers.run import DeviceUnderTest, run_program
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ProgramFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _SpeedGoal:
-    """A figure of the twin, the figure beside it, and the limit of their ratio.
+    """A figure of the twin, the figure of the reference, and the limit of their ratio.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ _GOALS = (
 )
 
 
-def measure_speed(device_under_test: DeviceUnderTest, say: Callable[[str], None]) -> dict[str, list[float]]:
+def measure_speed(device_under_test: DeviceUnderTest, print_line: Callable[[str], None]) -> dict[str, list[float]]:
     """Return the values of every figure, one for each turn. Names end in the unit: ``us``, or ``gbps`` for 10^9 B/s.
 
     Raises
@@ -111,37 +111,45 @@ def measure_speed(device_under_test: DeviceUnderTest, say: Callable[[str], None]
             _run_and_parse(_make_ucx_program(verbs, *put_options), device_under_test, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
         ),
     }
-    values: dict[str, list[float]] = {name: [] for name in figures}
+    values_by_figure: dict[str, list[float]] = {name: [] for name in figures}
     for turn in range(TURNS_COUNT):
         for name, measure in figures.items():
-            values[name].append(measure())
-        say(f"turn {turn + 1}: " + ", ".join(f"{name} {values[name][-1]:.2f}" for name in figures))
-    return values
+            values_by_figure[name].append(measure())
+        print_line(f"turn {turn + 1}: " + ", ".join(f"{name} {values_by_figure[name][-1]:.2f}" for name in figures))
+    return values_by_figure
 
 
-def make_speed_numbers(values: Mapping[str, list[float]]) -> dict[str, float]:
+def make_speed_numbers(values_by_figure: Mapping[str, list[float]]) -> dict[str, float]:
     """Return the median, least and largest value of every figure, and the ratios of the goals."""
     numbers = {}
-    for name, figures in values.items():
+    for name, figure_values in values_by_figure.items():
         stem, unit = name.rsplit("_", 1)
-        for kind, value in (("median", statistics.median(figures)), ("min", min(figures)), ("max", max(figures))):
-            numbers[f"{stem}_{kind}_{unit}"] = value
+        for statistic, value in (
+            ("median", statistics.median(figure_values)),
+            ("min", min(figure_values)),
+            ("max", max(figure_values)),
+        ):
+            numbers[f"{stem}_{statistic}_{unit}"] = value
     for goal in _GOALS:
-        numbers[goal.name] = statistics.median(values[goal.figure]) / statistics.median(values[goal.reference])
+        numbers[goal.name] = statistics.median(values_by_figure[goal.figure]) / statistics.median(
+            values_by_figure[goal.reference]
+        )
     return numbers
 
 
-def make_speed_record(values: Mapping[str, list[float]], *, load: tuple[float, float], duration_s: float) -> Record:
+def make_speed_record(
+    values_by_figure: Mapping[str, list[float]], *, load: tuple[float, float], duration_s: float
+) -> Record:
     """Return the record of a run. It passed if every goal is reached. `load` is the load before and after the run."""
-    numbers = make_speed_numbers(values)
+    numbers = make_speed_numbers(values_by_figure)
     missed_limits = [
         f"{goal} does not hold: {numbers[goal.name]:.2f}" for goal in _GOALS if not goal.is_reached(numbers[goal.name])
     ]
-    return new_record(
+    return make_record(
         "speed",
         failure="; ".join(missed_limits),
         evidence={
-            "turns": dict(values),
+            "turns": dict(values_by_figure),
             "load_1min": list(load),
             "cores": os.cpu_count(),
             "package_versions": {package: query_debian_version(package) for package in ("perftest", "ucx-utils")},
@@ -179,10 +187,10 @@ def _run_and_parse(program: StockProgram, device_under_test: DeviceUnderTest, pa
 
 def _measure_memcpy_gbps() -> float:
     """Return the rate at which one thread copies a block of 1 MiB again and again."""
-    source, copy = (ctypes.create_string_buffer(_LARGE_BYTES) for _ in range(2))
+    source, destination = (ctypes.create_string_buffer(_LARGE_BYTES) for _ in range(2))
     copies_count = 0
-    began_s = time.perf_counter()
-    while (elapsed_s := time.perf_counter() - began_s) < _COPY_TIME_S:
-        ctypes.memmove(copy, source, _LARGE_BYTES)
+    begin_s = time.perf_counter()
+    while (elapsed_s := time.perf_counter() - begin_s) < _COPY_TIME_S:
+        ctypes.memmove(destination, source, _LARGE_BYTES)
         copies_count += 1
     return copies_count * _LARGE_BYTES / elapsed_s / 1e9

@@ -36,15 +36,15 @@ def receive(connection: Connection, path: str, length_bytes: int) -> None:
         verbs.open_active_nics(count_max=1)[0] as nic,
         cuda.wrap(tensor, device=device) as memory,
         register(memory, [nic]) as registration,
-        verbs.CompletionQueue(nic, depth=16, events=False) as completions,
-        nic.queue_pair(completions) as pair,
+        verbs.CompletionQueue(nic, depth=16, events=False) as completion_queue,
+        nic.queue_pair(completion_queue) as queue_pair,
     ):
-        connection.send((pair.endpoint(), registration.remote(nic)))
-        pair.connect(connection.recv())
+        connection.send((queue_pair.endpoint(), registration.remote(nic)))
+        queue_pair.connect(connection.recv())
         connection.send("connected")
         connection.recv()
-        expected = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
-        connection.send((registration.route.value, int((tensor.cpu() != expected).sum())))
+        expected_tensor = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
+        connection.send((registration.route.value, int((tensor.cpu() != expected_tensor).sum())))
 
 
 def send(path: Path, length_bytes: int) -> None:
@@ -62,15 +62,15 @@ def send(path: Path, length_bytes: int) -> None:
         verbs.open_active_nics(count_max=1)[0] as nic,
         cuda.wrap(tensor, device=device) as memory,
         register(memory, [nic]) as registration,
-        verbs.CompletionQueue(nic, depth=16, events=False) as completions,
-        nic.queue_pair(completions) as pair,
+        verbs.CompletionQueue(nic, depth=16, events=False) as completion_queue,
+        nic.queue_pair(completion_queue) as queue_pair,
     ):
         endpoint, remote = connection.recv()
-        pair.connect(endpoint)
-        connection.send(pair.endpoint())
+        queue_pair.connect(endpoint)
+        connection.send(queue_pair.endpoint())
         connection.recv()
-        pair.post_write(registration.region(nic), remote, work_id=1)
-        pair.wait(timeout_ms=_TIMEOUT_MS).expect(verbs.Status.SUCCESS)
+        queue_pair.post_write(registration.region(nic), remote, work_id=1)
+        queue_pair.wait(timeout_ms=_TIMEOUT_MS).expect(verbs.Status.SUCCESS)
         connection.send("written")
         route, wrong_count = connection.recv()
     receiver.join()

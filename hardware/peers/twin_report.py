@@ -21,5 +21,5 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def read_moved_bytes(path: Path, api: str = "verbs") -> int:
     """Return the number of bytes that the programs of the run moved over the twin of `api`."""
-    use = read_report(path).get("apis", {}).get(api, {})
-    return int(use.get("moved_bytes", 0))
+    api_use = read_report(path).get("apis", {}).get(api, {})
+    return int(api_use.get("moved_bytes", 0))

@@ -71,17 +71,19 @@ def test_pinned_copies_of_all_devices(
 ) -> None:
     length_bytes, is_write = meter.choose_length(COPY_BYTES), direction == "host_to_device"
     with contextlib.ExitStack() as stack:
-        copies = pinned_copies(devices, length_bytes, stack)
-        for number, copy in enumerate(copies):
-            payload = pattern.payload(length_bytes, seed=seed + number)
+        copies = make_pinned_copies(devices, length_bytes, stack)
+        for index, copy in enumerate(copies):
+            payload = pattern.payload(length_bytes, seed=seed + index)
             if is_write:
                 copy.pinned.view()[:] = payload
             else:
                 copy.memory.write(payload)
-        rates = meter.measure_methods(copy_methods(copies, is_write=is_write), moved_bytes=length_bytes * len(copies))
-        for number, copy in enumerate(copies):
-            pattern.check(copy.memory.read() if is_write else bytes(copy.pinned.view()), seed=seed + number)
-    evidence["numa_nodes"] = numa_nodes(devices)
+        rates = meter.measure_methods(
+            make_copy_methods(copies, is_write=is_write), moved_bytes=length_bytes * len(copies)
+        )
+        for index, copy in enumerate(copies):
+            pattern.check(copy.memory.read() if is_write else bytes(copy.pinned.view()), seed=seed + index)
+    evidence["numa_nodes"] = read_numa_nodes(devices)
     if rates:
         evidence.number("all_over_one_ratio", rates["all"].median / rates["one"].median)
 
@@ -94,25 +96,25 @@ def test_cached_files_into_all_devices(
     with contextlib.ExitStack() as stack:
         stack.callback(gds.close_engines)
         files, memories = [], []
-        for number, device in enumerate(devices):
-            path = folder / f"file{number}"
-            path.write_bytes(pattern.payload(length_bytes, seed=seed + number))
+        for index, device in enumerate(devices):
+            path = folder / f"file{index}"
+            path.write_bytes(pattern.payload(length_bytes, seed=seed + index))
             files.append(stack.enter_context(gds.File(path, access="buffered", direct="never")))
             memories.append(stack.enter_context(device.allocate(length_bytes)))
-        copies = pinned_copies(devices, length_bytes, stack)
+        copies = make_pinned_copies(devices, length_bytes, stack)
         methods = {
             "one": lambda: read_all(files, memories[:1] * len(files)),
             "all": lambda: read_all(files, memories),
-            "pinned": copy_methods(copies, is_write=True)["all"],
-            "host_read": host_reads(files, stack),
+            "pinned": make_copy_methods(copies, is_write=True)["all"],
+            "host_read": make_host_reader(files, stack),
         }
         rates = meter.measure_methods(methods, moved_bytes=length_bytes * len(devices))
         for memory in memories:
             memory.fill(0)
         read_all(files, memories)
-        for number, memory in enumerate(memories):
-            pattern.check(memory.read(), seed=seed + number)
-    evidence["numa_nodes"] = numa_nodes(devices)
+        for index, memory in enumerate(memories):
+            pattern.check(memory.read(), seed=seed + index)
+    evidence["numa_nodes"] = read_numa_nodes(devices)
     if rates:
         limit = min("pinned", "host_read", key=lambda name: rates[name].median)
         evidence["limit"] = limit
@@ -120,7 +122,7 @@ def test_cached_files_into_all_devices(
         evidence.number("all_over_limit_ratio", rates["all"].median / rates[limit].median)
 
 
-def pinned_copies(devices: Sequence[Device], length_bytes: int, stack: contextlib.ExitStack) -> list[PinnedCopy]:
+def make_pinned_copies(devices: Sequence[Device], length_bytes: int, stack: contextlib.ExitStack) -> list[PinnedCopy]:
     """Return a copy of `length_bytes` for each device. The end of the stack frees the memory."""
     return [
         PinnedCopy(
@@ -132,7 +134,7 @@ def pinned_copies(devices: Sequence[Device], length_bytes: int, stack: contextli
     ]
 
 
-def copy_methods(copies: Sequence[PinnedCopy], *, is_write: bool) -> dict[str, Callable[[], object]]:
+def make_copy_methods(copies: Sequence[PinnedCopy], *, is_write: bool) -> dict[str, Callable[[], object]]:
     """Return two methods that move the same number of bytes: ``one`` device alone, and ``all`` devices at once."""
 
     def copy_with(used_copies: Sequence[PinnedCopy]) -> None:
@@ -151,7 +153,7 @@ def read_all(files: Sequence[gds.File], memories: Sequence[CudaMemory]) -> None:
         transfer.result()
 
 
-def host_reads(files: Sequence[gds.File], stack: contextlib.ExitStack) -> Callable[[], object]:
+def make_host_reader(files: Sequence[gds.File], stack: contextlib.ExitStack) -> Callable[[], object]:
     """Return a method that copies the files out of the page cache, in as many threads as the copy engines may have."""
     threads_count = min(HOST_THREADS_PER_DEVICE_MAX * len(files), len(os.sched_getaffinity(0)))
     pool = stack.enter_context(ThreadPoolExecutor(threads_count))
@@ -173,7 +175,7 @@ def host_reads(files: Sequence[gds.File], stack: contextlib.ExitStack) -> Callab
     return read_all_parts
 
 
-def numa_nodes(devices: Sequence[Device]) -> dict[str, int | None]:
+def read_numa_nodes(devices: Sequence[Device]) -> dict[str, int | None]:
     """Return the NUMA node of each device, or None if the firmware does not state it."""
     nodes = {pci.address: pci.numa_node for pci in host.pci_devices(host.HostTree())}
     return {f"GPU{device.index}": nodes.get(device.pci_bus_id) for device in devices}

@@ -79,29 +79,29 @@ def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
 def test_peer_copy_beside_a_copy_through_the_host(
     meter: Meter, devices: tuple[Device, ...], seed: int, evidence: Evidence
 ) -> None:
-    near, far = devices[:2]
-    assert can_access_peer(near, far)
+    first_device, second_device = devices[:2]
+    assert can_access_peer(first_device, second_device)
     length_bytes, repeats = meter.choose_length(256 * MIB), 4
     with (
-        near.allocate(length_bytes) as source,
-        far.allocate(length_bytes) as destination,
-        PinnedMemory(near, length_bytes) as pinned_memory,
-        near.stream() as near_stream,
-        far.stream() as far_stream,
-        peer_access(near, far),
+        first_device.allocate(length_bytes) as source,
+        second_device.allocate(length_bytes) as destination,
+        PinnedMemory(first_device, length_bytes) as pinned_memory,
+        first_device.stream() as first_stream,
+        second_device.stream() as second_stream,
+        peer_access(first_device, second_device),
     ):
 
         def copy_directly() -> None:
             for _ in range(repeats):
-                near_stream.copy(source, destination)
-            near_stream.synchronize()
+                first_stream.copy(source, destination)
+            first_stream.synchronize()
 
         def copy_by_host() -> None:
             for _ in range(repeats):
-                near_stream.read_into(source, pinned_memory.view())
-                near_stream.synchronize()
-                far_stream.write(destination, pinned_memory.view())
-                far_stream.synchronize()
+                first_stream.read_into(source, pinned_memory.view())
+                first_stream.synchronize()
+                second_stream.write(destination, pinned_memory.view())
+                second_stream.synchronize()
 
         source.write(pattern.payload(length_bytes, seed=seed))
         for copy in (copy_directly, copy_by_host):
@@ -139,16 +139,16 @@ def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, see
 
 @needs(cuda.device(count_min=2), cuda.ipc)
 def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...], peer: Peer, seed: int) -> None:
-    near, far = devices[:2]
+    first_device, second_device = devices[:2]
     length_bytes = meter.choose_length(256 * MIB)
     repeats = meter.count_transfers_per_round(length_bytes // 4)
     peer_memory = peer.device(1).allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (
-        open_handle(far, peer_memory.export_ipc(), length_bytes=length_bytes) as imported_memory,
-        near.allocate(length_bytes) as destination,
-        near.stream() as stream,
-        peer_access(near, far),
+        open_handle(second_device, peer_memory.export_ipc(), length_bytes=length_bytes) as imported_memory,
+        first_device.allocate(length_bytes) as destination,
+        first_device.stream() as stream,
+        peer_access(first_device, second_device),
     ):
 
         def copy_all() -> None:

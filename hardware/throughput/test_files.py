@@ -63,10 +63,10 @@ def measure_read(
         def check() -> None:
             pattern.check(memory.read(), seed=seed)
 
-        for name, move in methods.items():
+        for name, transfer in methods.items():
             meter.record_path(f"GPU{device.index}", name=name)
             prepare()
-            move()
+            transfer()
             check()
         prepare()
         if is_cold and cached_share(path) > CACHED_SHARE_MAX:
@@ -112,10 +112,10 @@ def test_write(
             seeds.reverse()
             memory.write(payloads[seeds[0]])
 
-        for name, move in methods.items():
+        for name, transfer in methods.items():
             meter.record_path(f"GPU{device.index}", name=name)
             prepare()
-            move()
+            transfer()
             pattern.check(path.read_bytes(), seed=seeds[0])
         path.write_bytes(bytes(file_bytes))
         meter.measure_methods(methods, moved_bytes=file_bytes, prepare=prepare)

@@ -32,7 +32,7 @@ OPERATION_BYTES, QUEUE_DEPTH = 64 * KIB, 16
 SIZES = [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 64)]
 
 
-def check_and_destroy(
+def check_and_clear_target(
     memory: DeviceMemory, initiator: Initiator, direction: Direction, staging: bytearray, seed: int
 ) -> None:
     """Check the target of the transfer and clear it, so that the next check shows what the next method moved."""
@@ -66,7 +66,7 @@ def test_direct_beside_copies(
         else:
             memory.write(data)
 
-        def access(remote_memory: object) -> None:
+        def run_initiator(remote_memory: object) -> None:
             initiator.run(
                 direction,
                 registration.remote(nic) if remote_memory is memory else staging_region.remote(),
@@ -78,22 +78,22 @@ def test_direct_beside_copies(
 
         def transfer_directly() -> None:
             for _ in range(repeats):
-                access(memory)
+                run_initiator(memory)
 
         def transfer_by_copies() -> None:
             for _ in range(repeats):
                 if is_write:
-                    access(staging)
+                    run_initiator(staging)
                     memory.write(staging)
                 else:
                     memory.read_into(staging)
-                    access(staging)
+                    run_initiator(staging)
 
         methods = {"direct": transfer_directly, "copies": transfer_by_copies}
         rates = meter.measure_methods(
             methods,
             moved_bytes=length_bytes * repeats,
-            check=lambda: check_and_destroy(memory, initiator, direction, staging, seed),
+            check=lambda: check_and_clear_target(memory, initiator, direction, staging, seed),
         )
     evidence["registration_route"] = registration.route.value
     if rates:

@@ -35,10 +35,10 @@ NEEDS_RANKS = needs(
     host.module("nvidia.nccl"),
 )
 # NCCL registers only memory of cuMemCreate, which ncclMemAlloc uses as well.
-REGISTRABLE = ["vmm", "nccl"]
+REGISTRABLE_KINDS = ["vmm", "nccl"]
 MEMORY_KINDS = [
     pytest.param("malloc", [], id="malloc"),
-    *(pytest.param(kind, ["--registered"], id=kind) for kind in REGISTRABLE),
+    *(pytest.param(kind, ["--registered"], id=kind) for kind in REGISTRABLE_KINDS),
 ]
 
 
@@ -79,8 +79,8 @@ def measure_all_reduce(
     environ: dict[str, str],
 ) -> None:
     """Run the ranks, and record the bus bandwidth with each pair of buffers."""
-    sizes = ["--length-bytes", str(length_bytes), "--rounds", str(meter.run_count)]
-    results = run_all_reduces(folder, ranks_count, *sizes, *options, environ=environ)
+    size_options = ["--length-bytes", str(length_bytes), "--rounds", str(meter.run_count)]
+    results = run_all_reduces(folder, ranks_count, *size_options, *options, environ=environ)
     evidence["nccl"] = {
         "version": results[0]["version"],
         "libraries": results[0]["libraries"],
@@ -102,7 +102,7 @@ def measure_all_reduce(
 
 
 @NEEDS_RANKS
-@pytest.mark.parametrize("memory", REGISTRABLE)
+@pytest.mark.parametrize("memory", REGISTRABLE_KINDS)
 def test_registered_memory_is_used(
     devices: tuple[Device, ...], evidence: Evidence, seed: int, tmp_path: Path, memory: str
 ) -> None:

@@ -104,10 +104,10 @@ def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int
         fill_source(memory, initiator, direction, memory_bytes, seed)
         remote = memory.remote()
 
-        def burst(depth: int) -> None:
+        def run_burst(depth: int) -> None:
             initiator.run(direction, remote, length_bytes=length_bytes, operations=operations, depth=depth)
 
-        bursts = {f"depth_{depth}": lambda depth=depth: burst(depth) for depth in DEPTHS}
+        bursts = {f"depth_{depth}": lambda depth=depth: run_burst(depth) for depth in DEPTHS}
         meter.measure_methods(bursts, moved_bytes=length_bytes * operations)
         check_target(memory, initiator, direction, min(memory_bytes, operations * length_bytes), seed)
 
@@ -206,7 +206,7 @@ def measure_pair(
 def test_direct_write_beside_a_copy_through_the_host(
     meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
-    """The ratio of the direct rate to the rate through host memory. Direct is expected to be faster from 64 KiB on."""
+    """Record the ratio of the direct rate to the rate through host memory. It should exceed 1 from 64 KiB on."""
     operations = meter.choose_count(64, small_count=4)
     with (
         register_device_memory(device, nic, length_bytes=length_bytes) as (memory, registration),
@@ -242,7 +242,7 @@ def test_direct_write_beside_a_copy_through_the_host(
 
 @DMABUF
 def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence) -> None:
-    """The ratio of the rates at aligned and odd addresses. Multiples of 256 bytes are expected to be faster."""
+    """Record the ratio of the rates at aligned and odd addresses. Multiples of 256 bytes should be faster."""
     length_bytes, operations = 64 * KIB, meter.choose_count(512, small_count=8)
     offsets = {"aligned_4096": 4096, "aligned_256": 4096 + 256, "aligned_64": 4096 + 64, "odd": 4096 + 255}
     with (
@@ -251,15 +251,15 @@ def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, se
     ):
         initiator.write(pattern.payload(length_bytes, seed=seed))
 
-        def burst(offset_bytes: int) -> None:
+        def run_burst(offset_bytes: int) -> None:
             remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
             initiator.run(Direction.WRITE, remote, length_bytes=length_bytes, operations=operations, depth=16)
 
         for offset_bytes in offsets.values():
             memory.fill(0)
-            burst(offset_bytes)
+            run_burst(offset_bytes)
             pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes), seed=seed)
-        bursts = {name: lambda offset=offset: burst(offset) for name, offset in offsets.items()}
+        bursts = {name: lambda offset=offset: run_burst(offset) for name, offset in offsets.items()}
         memory.fill(0)
         rates = meter.measure_methods(bursts, moved_bytes=length_bytes * operations)
         # Only the bytes of the last burst are checked. The other bursts write the same bytes at other offsets.

@@ -1,4 +1,4 @@
-"""The package hf3fs_fuse of gdrkit-hf3fs: the names of 3FS's package of this name, implemented by gdrkit.
+"""The package hf3fs_fuse of gdrkit-hf3fs: the names of the package hf3fs_fuse of 3FS, implemented by gdrkit.
 
 This is not the package of 3FS. It serves programs that import ``hf3fs_fuse.io``, such as SGLang, on a mount of
 ``gdrkit agent``.
@@ -14,13 +14,13 @@ __all__: list[str] = []
 
 def _refuse_beside_3fs() -> None:
     """Raise ImportError if the native module of 3FS is installed beside this package."""
-    expected = Path(__file__).resolve().parents[1] / "hf3fs_py_usrbio.py"
+    expected_path = Path(__file__).resolve().parents[1] / "hf3fs_py_usrbio.py"
     spec = find_spec("hf3fs_py_usrbio")
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != expected:
-        found = None if spec is None else spec.origin
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != expected_path:
+        actual_path = None if spec is None else spec.origin
         message = (
-            f"gdrkit-hf3fs and the package of 3FS are both installed: hf3fs_py_usrbio is {found}, not {expected}. Run "
-            "pip uninstall gdrkit-hf3fs, then install the package of 3FS again"
+            f"gdrkit-hf3fs and the package of 3FS are both installed: hf3fs_py_usrbio is {actual_path}, not "
+            f"{expected_path}. Run pip uninstall gdrkit-hf3fs, then install the package of 3FS again"
         )
         raise ImportError(message)
 
