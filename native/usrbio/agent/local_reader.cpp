@@ -1,9 +1,12 @@
 // The execution of a batch of local reads by one or two threads.
 #include "usrbio/agent/local_reader.hpp"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <functional>
 
 #include "storage/sums.hpp"
 
@@ -67,14 +70,16 @@ std::uint64_t LocalReader::run(int application_processor) {
     if (requested_bytes_ < shared_bytes_min) {
         read_pieces(0, pieces_.size(), false);
     } else {
-        // An application uses the same memory again and again, often in the opposite order. Each thread takes the same
-        // side of it, which then stays in the cache of one processor.
+        // An application reads into the same memory again and again, in ascending or descending order. In both cases
+        // this thread reads into the lower addresses and the helper into the higher ones, so that most of this memory
+        // stays in the cache of one processor.
         const std::size_t count = group_ends_.size();
         const bool is_descending = cached_reads_.front().destination.data() > cached_reads_.back().destination.data();
-        helper_.run(count, application_processor, [&](std::size_t index, bool is_helper) {
+        const auto read_group = [&](std::size_t index, bool is_helper) {
             const std::size_t group = is_descending ? count - 1 - index : index;
             read_pieces(group == 0 ? 0 : group_ends_[group - 1], group_ends_[group], is_helper);
-        });
+        };
+        helper_.run(count, application_processor, std::ref(read_group)); // A reference needs no allocation.
     }
     std::uint64_t copied_bytes = 0;
     for (const Piece& piece : pieces_)
@@ -112,17 +117,23 @@ std::optional<std::int64_t> LocalReader::result(std::size_t index) const noexcep
     const Read& read = reads_[index];
     if (read.has_failed)
         return std::nullopt;
-    std::int64_t done = 0;
+    std::uint64_t done = 0;
     bool has_ended = false;
     for (std::size_t piece = read.first_piece; piece < read.first_piece + read.pieces_count; ++piece) {
         const std::int64_t count = pieces_[piece].result;
         // The file ended before this piece. If the piece has bytes all the same, the file grew meanwhile.
         if (has_ended && count != 0)
             return std::nullopt;
-        done += count;
+        done += static_cast<std::uint64_t>(count);
         has_ended = count != static_cast<std::int64_t>(cached_reads_[piece].destination.size());
     }
-    return done;
+    // The helper may have found the end of the file before the file grew and this thread read the earlier pieces.
+    struct stat attributes {};
+    if (has_ended && read.pieces_count > 1 &&
+        (fstat(pieces_[read.first_piece].file->fd(), &attributes) != 0 ||
+         static_cast<std::uint64_t>(attributes.st_size) > cached_reads_[read.first_piece].offset + done))
+        return std::nullopt;
+    return static_cast<std::int64_t>(done);
 }
 
 void LocalReader::clear() noexcept {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <system_error>
 
 #include "common/futex.hpp"
@@ -22,8 +23,11 @@ constexpr unsigned spins_max = 2048;
 // The helper spins for this time after a job, because a sleep and the wake-up take longer than a short job.
 constexpr std::chrono::microseconds spin_time{50};
 constexpr unsigned spins_per_clock_read = 16;
-// The thread of the loop follows an application at most so often, because a move takes some microseconds.
-constexpr std::chrono::milliseconds move_interval{1};
+// The thread of the loop follows applications at most so often, because a move takes some microseconds.
+constexpr std::chrono::milliseconds move_interval_min{1};
+// If the processor of the application is busy, a move takes milliseconds. The pause after a move is this many times
+// longer than the move, so that an application can take at most about 1 % of the loop's time.
+constexpr int move_pause_factor = 100;
 
 } // namespace
 
@@ -62,7 +66,7 @@ bool ReadHelper::share(Job& job, int application_processor) {
             return false;
         }
     }
-    if (has_two_processors_ && application_processor != sched_getcpu())
+    if (has_two_processors_ && application_processor >= 0 && application_processor != sched_getcpu())
         move_to_processor(application_processor);
     if (const int processor = sched_getcpu(); processor != avoided_processor_)
         avoid_processor(processor);
@@ -87,21 +91,36 @@ void ReadHelper::avoid_processor(int processor) noexcept {
     pthread_setaffinity_np(thread_.native_handle(), sizeof processors, &processors);
 }
 
-// Moves this thread to the processor of the application, which takes turns with one of the threads that read. If that
-// is this thread, the lines of the ring stay in the cache of one processor.
+// Moves this thread to the processor of the application. With two processors, the application takes turns with this
+// thread or with the helper. If it takes turns with this thread, the entries of the ring stay in the cache of one
+// processor.
 void ReadHelper::move_to_processor(int processor) noexcept {
-    const auto now = Clock::now();
-    cpu_set_t processors;
-    if (now - last_move_time_ < move_interval || processor < 0 || processor >= CPU_SETSIZE ||
-        sched_getaffinity(0, sizeof processors, &processors) != 0 || !CPU_ISSET(processor, &processors))
+    const auto begin = Clock::now();
+    if (begin < next_move_time_ || processor >= CPU_SETSIZE)
         return;
-    last_move_time_ = now;
-    cpu_set_t only;
-    CPU_ZERO(&only);
-    CPU_SET(processor, &only);
-    // The thread moves during the first call. After the second, the kernel may move it again.
-    if (sched_setaffinity(0, sizeof only, &only) == 0)
-        sched_setaffinity(0, sizeof processors, &processors);
+    next_move_time_ = begin + move_interval_min;
+    cpu_set_t allowed_processors, application_processors, current_processors;
+    if (sched_getaffinity(0, sizeof allowed_processors, &allowed_processors) != 0 ||
+        !CPU_ISSET(processor, &allowed_processors))
+        return;
+    CPU_ZERO(&application_processors);
+    CPU_SET(processor, &application_processors);
+    // The thread moves during this call, and waits until the other threads of that processor let it run.
+    if (sched_setaffinity(0, sizeof application_processors, &application_processors) != 0) {
+        next_move_time_ = Clock::time_point::max(); // The system forbids it.
+        return;
+    }
+    // From now on, the kernel may move the thread again. If another program has changed the affinity meanwhile, the
+    // choice of that program remains.
+    if (sched_getaffinity(0, sizeof current_processors, &current_processors) == 0 &&
+        CPU_EQUAL(&current_processors, &application_processors) &&
+        sched_setaffinity(0, sizeof allowed_processors, &allowed_processors) != 0) {
+        // These processors were taken from the process. The kernel reduces a full set to those that remain.
+        std::memset(&allowed_processors, 0xff, sizeof allowed_processors);
+        sched_setaffinity(0, sizeof allowed_processors, &allowed_processors);
+    }
+    const auto end = Clock::now();
+    next_move_time_ = end + std::max<Clock::duration>(move_interval_min, move_pause_factor * (end - begin));
 }
 
 // Withdraws a job whose indices have all been begun, and waits until the helper has executed its last index.

@@ -25,8 +25,9 @@ public:
     // index that the helper has not begun, so a helper that gets no processor only fails to help. Only one thread may
     // call this function.
     //
-    // `application_processor`: the processor of the thread that waits for the work; any number is allowed. If this
-    // thread may use exactly two processors, it moves to that one, and the helper uses the other.
+    // `application_processor`: the processor of the thread for which the work is done; any number is allowed. If this
+    // thread may use exactly two processors, it moves to that processor from time to time, and the helper uses the
+    // other one.
     void run(std::size_t count, int application_processor, const Work& work);
 
 private:
@@ -51,8 +52,8 @@ private:
     std::atomic<bool> is_stopping_{false};
     bool has_failed_to_start_ = false;
     int avoided_processor_ = -1;
-    bool has_two_processors_ = false; // The thread of the loop may use exactly two processors.
-    std::chrono::steady_clock::time_point last_move_time_{};
+    bool has_two_processors_ = false;                        // The thread of the loop may use exactly two processors.
+    std::chrono::steady_clock::time_point next_move_time_{}; // The thread of the loop does not move earlier.
     std::thread thread_;
     // If the helper came too late for a job, or did not end it in time, no other processor was free. The next jobs are
     // not shared then.

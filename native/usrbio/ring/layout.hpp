@@ -67,7 +67,7 @@ struct alignas(64) SideState {
     std::atomic<std::uint32_t> ended;    // 1: this side has finished and no longer writes to the ring.
     // Only of the application: the number of completions in the completion queue that end its sleep. 0 means 1.
     std::atomic<std::uint32_t> awaited_count;
-    // Only of the application: 1 + the number of the processor on which it last submitted; 0: it does not say.
+    // Only of the application: 1 + the number of the processor on which it last submitted; 0: unknown.
     std::atomic<std::uint32_t> processor;
 };
 struct Extension {

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <thread>
@@ -28,7 +29,10 @@ inline void pin_thread(pthread_t thread, int processor) {
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(processor, &set);
-    pthread_setaffinity_np(thread, sizeof set, &set);
+    if (const int error = pthread_setaffinity_np(thread, sizeof set, &set); error != 0) {
+        errno = error;
+        exit_with_errno("pthread_setaffinity_np");
+    }
 }
 
 class BareCopies {

@@ -120,7 +120,7 @@ void measure_points(const Settings& settings, const Cuda* cuda, int file, int pe
         const auto next_offset = [&, bytes = bytes] { return blocks(random) * bytes; };
         const std::string point = std::to_string(bytes) + "_" + std::to_string(depth);
         const unsigned batch = std::max(depth / 2, 1U);
-        if (settings.cores.size() > 1) {
+        if (settings.cores.size() > 1 && settings.cores.front() != settings.cores.back()) {
             RoundTrips round_trips(settings.cores);
             run_turn(
                 settings, "round_trip", 0, sizeof(std::uint32_t), [&] { return round_trips.run_step(); },

@@ -241,7 +241,7 @@ void test_sleeper_is_woken_when_it_has_enough() {
 
 void test_submit_tells_the_agent_the_processor() {
     RingPair pair(4);
-    CHECK_EQUAL(pair.agent->application_processor(), -1); // A client of 3FS never says it.
+    CHECK_EQUAL(pair.agent->application_processor(), -1); // Nothing was submitted yet.
     cpu_set_t allowed;
     CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
     for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
@@ -260,9 +260,11 @@ void test_submit_tells_the_agent_the_processor() {
         CHECK_EQUAL(pair.reap(), 1u);
     }
     CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
-    // A faulty application may write any number.
+    // A faulty application may write any number. The next application that uses the memory begins anew.
     pair.memory.view.extension->application.processor = 0x80000000U;
     CHECK_EQUAL(pair.agent->application_processor(), std::numeric_limits<int>::max());
+    CHECK_EQUAL(ApplicationRing::attach(pair.memory.data, pair.memory.bytes, pair.application), 0);
+    CHECK_EQUAL(pair.agent->application_processor(), -1);
 }
 
 // Runs a round in which each side sleeps until one post. `announced`: how each side announces its sleep.

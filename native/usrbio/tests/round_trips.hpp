@@ -14,7 +14,8 @@ namespace gdrkit::usrbio::bench {
 
 class RoundTrips {
 public:
-    // This thread runs on the first of the processors, and the answering thread on the last, until the destructor.
+    // This thread runs on the first of the processors, and the answering thread on the last, until the destructor. The
+    // two must differ.
     explicit RoundTrips(const std::vector<int>& processors) {
         if (sched_getaffinity(0, sizeof previous_processors_, &previous_processors_) != 0) {
             exit_with_errno("sched_getaffinity");
