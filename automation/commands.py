@@ -60,16 +60,18 @@ def call(
     *,
     environ: dict[str, str] | None = None,
     folder: Path = ROOT,
-    shown_words: int = 1000,
+    printed_words_max: int = 1000,
     progress_period_s: float | None = None,
 ) -> int:
-    """Print the first `shown_words` words of a command, run it and return its exit code.
+    """Print the first `printed_words_max` words of a command, run it and return its exit code.
 
     With `progress_period_s`, this function prints in each period how long the command has been running. This is meant
     for a command that prints nothing itself.
     """
     shown_command = [os.path.relpath(word, ROOT) if word.startswith(f"{ROOT}/") else word for word in command]
-    print_line("> " + " ".join(shown_command[:shown_words]) + (" ..." if len(shown_command) > shown_words else ""))
+    print_line(
+        "> " + " ".join(shown_command[:printed_words_max]) + (" ..." if len(shown_command) > printed_words_max else "")
+    )
     process = subprocess.Popen(command, cwd=folder, env={**os.environ, **(environ or {})})
     start_s = time.monotonic()
     try:

@@ -36,7 +36,7 @@ def check_style(tools: Path, *, fix: bool) -> list[int]:
     codes = [
         call([str(tools / "ruff"), "check", "--output-format=concise", *(["--fix"] if fix else [])]),
         call([str(tools / "ruff"), "format", *([] if fix else ["--check"])]),
-        call([str(tools / "clang-format"), *clang_format, *sources], shown_words=5),
+        call([str(tools / "clang-format"), *clang_format, *sources], printed_words_max=5),
     ]
     scripts = [ROOT / ".ci" / "run", *ROOT.glob("suites/support/*.sh"), *ROOT.glob("hardware/lab/*.sh")]
     return [*codes, *(call(["bash", "-n", str(path)]) for path in scripts)]

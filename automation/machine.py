@@ -28,7 +28,7 @@ PYTHON_VERSION_MIN = (3, 11)
 
 
 def find_hardware() -> dict[str, list[str]]:
-    """Return, for each API, a list with a text about each device in sysfs and procfs.
+    """Return, for each API, a list with a text about the driver and about each device in sysfs and procfs.
 
     All lists are empty on a machine without RDMA devices and GPUs.
     """
@@ -47,7 +47,7 @@ def find_hardware() -> dict[str, list[str]]:
 
 
 def may_load_rxe() -> bool:
-    """Return whether this kernel has the module rdma_rxe and this user may load it. The module is not loaded."""
+    """Return whether this user may load the module rdma_rxe, and it and its tools are here. Do not load it."""
     has_tools = all(map(shutil.which, ("modprobe", "ip", "rdma")))
     return os.geteuid() == 0 and has_tools and subprocess.call(["modprobe", "-nq", "rdma_rxe"]) == 0
 

@@ -131,7 +131,7 @@ def install_packages(packages: Sequence[str], *, os_release: Path = OS_RELEASE) 
     if changes is None:
         refresh_command = [manager, "update", "-q"] if manager == "apt-get" else [manager, "makecache", "-q"]
         print_line(f"{manager} does not know these packages yet; running: {' '.join(refresh_command)}")
-        call(refresh_command, shown_words=3)
+        call(refresh_command, printed_words_max=3)
         changes = _simulate_installation(manager, command)
     if changes is None:
         exit_setup_missing(f"{manager} cannot install these packages; this line shows why:  " + " ".join(command))

@@ -1,8 +1,8 @@
 """Strict conversion of frozen dataclasses to and from JSON, for records, wire messages and saved files.
 
-A missing field, an unknown field or a value of a wrong type raises a :class:`UsageError` that names the field. The
-supported types are dataclasses, enums, tuples of one type, mappings with string keys, optional values and the JSON
-scalars.
+A missing field without a default, an unknown field or a value of a wrong type raises a :class:`UsageError` that names
+it. The supported types are dataclasses, enums, tuples of one type, mappings with string keys, optional values, unions
+of scalars and the JSON scalars.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(message)
 
 
-def _read_value(expected_type: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0911 - a type at run time; one return per shape.
+def _read_value(expected_type: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0911 - a type at run time; one return per kind of type.
     origin, arguments = typing.get_origin(expected_type), typing.get_args(expected_type)
     if expected_type is typing.Any or expected_type is object or expected_type is Json:
         return value
@@ -177,7 +177,8 @@ def _read_dataclass(expected_type: Any, pairs: dict[str, object], where: str) ->
             values[name] = _read_value(type_by_field[name], pairs[name], f"{where}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             path = f"{where}.{name}"
-            raise _make_malformed_error(path, "a value", "nothing")
+            message = f"{path}: the field is missing"
+            raise UsageError(message, reason=Reason.MALFORMED)
     return expected_type(**values)
 
 

@@ -1,4 +1,4 @@
-"""Storage tiers: logical names, migration of files that are used often, pins, and a check of the records."""
+"""Storage tiers: logical names, migration of files that are used often, pins, and a check of the catalogue."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
 
 
 def device_of_handle(handle: bytes) -> int:
-    """Return the number of the device of this process that has the memory of an IPC handle.
+    """Return the index, in this process, of the device that has the memory of an IPC handle.
 
     The driver knows the device. A device number from the owner has no meaning here, because CUDA_VISIBLE_DEVICES gives
     the devices other numbers in each process.

@@ -75,7 +75,7 @@ class HostMapping(Resource):
             api=Api.HLTHUNK,
             operation="hlthunk_device_mapped_memory_export_dmabuf_fd",
             status=None,
-            status_name="no call",
+            status_name="not called",
             arguments={"addr": self.address, "size": self.length_bytes},
             reason=Reason.DMABUF_EXPORT_UNSUPPORTED,
             what_to_do="allocate device memory, or register the host memory by its host address",

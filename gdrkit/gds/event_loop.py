@@ -1,4 +1,7 @@
-"""Waits of asyncio coroutines for jobs. One descriptor wakes the event loop for all jobs, so that no thread waits."""
+"""Let asyncio coroutines await the jobs (asynchronous transfers) of gdrkit.gds.
+
+One descriptor wakes an event loop for all jobs, so that no thread waits for them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ __all__ = ["LoopWaits", "loop_waits"]
 
 
 class LoopWaits:
-    """The jobs that the coroutines of one event loop await. The loop calls the methods.
+    """The jobs that the coroutines of one event loop await. Only the thread of that loop may call the methods.
 
     The jobs that end while the loop runs other code are taken in one batch.
 
@@ -31,7 +34,10 @@ class LoopWaits:
         self._futures: dict[int, asyncio.Future[None]] = {}
 
     def wait_for(self, notify: Callable[[Any, int], None]) -> asyncio.Future[None]:
-        """Return a future that is done when a job is over, or earlier. `notify` is the method of the job."""
+        """Return a future that completes when a job ends, or earlier, so that the caller checks the job again.
+
+        `notify` is the method of the job that puts a token into a queue when the job ends.
+        """
         # An interrupt between two of these steps must not leave a future that nothing completes.
         loop = asyncio.get_running_loop()
         token, future = next(self._tokens), loop.create_future()
@@ -42,7 +48,7 @@ class LoopWaits:
         return future
 
     def _complete_futures(self) -> None:
-        """Complete the futures of the jobs that ended. Without further futures, the descriptor is closed."""
+        """Complete the futures of the jobs that ended. If no future is left, remove the descriptor from the loop."""
         try:
             for token in self._queue.take():
                 self._complete_future(token)
@@ -58,17 +64,18 @@ class LoopWaits:
 
     def _complete_future(self, token: int) -> None:
         future = self._futures.pop(token, None)
-        # The coroutine of a future that is done was cancelled.
+        # If the future is done already, its coroutine was cancelled.
         if future is not None and not future.done():
             future.set_result(None)
 
 
-# The attribute of an event loop that has its waits. A stopped loop keeps their descriptor as long as it exists.
+# Name of the attribute of an event loop that holds its LoopWaits. If the loop stops before the jobs end, the descriptor
+# stays open until the loop is freed.
 _WAITS_ATTRIBUTE = "_gdrkit_waits"
 
 
 def loop_waits() -> LoopWaits:
-    """Return the waits of the running event loop."""
+    """Return the LoopWaits of the running event loop."""
     attributes = vars(asyncio.get_running_loop())
     waits: LoopWaits | None = attributes.get(_WAITS_ATTRIBUTE)
     if waits is None:

@@ -82,7 +82,7 @@ class TransferFailed(ApiError):
 def unsuccessful_transfer_error(
     arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
 ) -> TransferFailed:
-    """Return the error of a transfer without a failed call: it ended early, or did not take the required path."""
+    """Return the error of a transfer that ended early or took a forbidden path, although no call failed."""
     return TransferFailed(
         api=Api.NONE,
         operation="transfer",
@@ -98,7 +98,7 @@ def short_transfer_error(failure: Failure | None, arguments: dict[str, object], 
     """Return the error of a short transfer that failed, or that reached the end of the file (`failure` is None)."""
     arguments = {**arguments, "transferred_bytes": result.bytes}
     if failure is None:
-        error: ApiError = unsuccessful_transfer_error(arguments, "the file has fewer bytes")
+        error: ApiError = unsuccessful_transfer_error(arguments, "the file ends before the last requested byte")
     else:
         error = api_error(failure, arguments=arguments, error_class=TransferFailed)
     if isinstance(error, TransferFailed):

@@ -69,8 +69,8 @@ class Registration:
         self._resources = ReleaseStack()
         self._is_closed = False
         self._handle = Handle("registration")
-        # This function cancels the call of close() by the memory.
-        self._cancel_before_release: Callable[[], None] = memory.before_release(self.close)
+        # The memory calls close() before it is freed. This function removes that callback.
+        self._remove_close_callback: Callable[[], None] = memory.before_release(self.close)
 
     @property
     def closed(self) -> bool:
@@ -79,7 +79,7 @@ class Registration:
 
     @property
     def nics(self) -> tuple[Nic, ...]:
-        """The NICs that can access the memory, as passed to :func:`register`."""
+        """The NICs with which the memory was registered, as passed to :func:`register`."""
         return tuple(self._regions)
 
     def region(self, nic: Nic) -> Region:
@@ -112,13 +112,13 @@ class Registration:
         ------
         ApiError
             A region could not be deregistered. The error of the first such region is raised, with the other errors as
-            notes. Then gdrkit cannot free the memory. Another close tries again.
+            notes. Until another close succeeds, gdrkit does not free the memory.
         """
         if self._is_closed:
             return
         self._resources.run()
         self._is_closed = True
-        self._cancel_before_release()
+        self._remove_close_callback()
         self._handle.release()
 
     def _add_dmabuf(self, dmabuf: DmabufRange) -> None:
@@ -189,7 +189,7 @@ def register(
             # alive.
             refusals.append(error.clone())
         except BaseException as error:
-            _close_after(registration, error)
+            _close_and_note_errors(registration, error)
             raise
         else:
             return registration
@@ -279,7 +279,7 @@ def _require_address(memory: RegistrableMemory) -> None:
             api=Api.VERBS,
             operation="ibv_reg_mr",
             status=None,
-            status_name="no call",
+            status_name="not called",
             arguments={"addr": memory.address, "length": memory.length_bytes},
             reason=Reason.PEER_MEMORY_UNSUPPORTED,
             what_to_do="use a NIC and a kernel that register dma-bufs",
@@ -294,7 +294,7 @@ _REGISTER_BY_ROUTE = {
 }
 
 
-def _close_after(registration: Registration, error: BaseException) -> None:
+def _close_and_note_errors(registration: Registration, error: BaseException) -> None:
     try:
         registration.close()
     except GdrkitError as close_error:

@@ -86,7 +86,7 @@ void Engine::run_worker(std::size_t worker_index) {
 
 bool Engine::submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds timeout) {
     std::unique_lock lock(mutex_);
-    const auto is_refused = [&] { return is_closing_ || closers_count_ != 0; };
+    const auto is_refused = [&] { return is_closing_ || is_close_running_ != 0; };
     if (!queue_not_full_.wait_for(lock, timeout, [&] { return jobs_.size() < jobs_max || is_refused(); })) {
         return false;
     }
@@ -320,7 +320,7 @@ void Engine::close() {
 
 EngineClosing::EngineClosing(Engine& engine) : engine_(engine) {
     const std::lock_guard lock(engine_.mutex_);
-    ++engine_.closers_count_;
+    ++engine_.is_close_running_;
     engine_.queue_not_full_.notify_all();
 }
 

@@ -89,7 +89,7 @@ private:
     bool is_last_job_short_ = false; // The job that was queued last has work for only one worker.
     bool is_spinning_ = false;       // A worker spins and looks for work.
     // Number of EngineClosing objects. It is decremented without the mutex, which a forked child cannot lock.
-    std::atomic<std::size_t> closers_count_{0};
+    std::atomic<std::size_t> is_close_running_{0};
     bool is_closing_ = false; // The threads end when no work is left.
     bool is_closed_ = false;
     std::vector<std::thread> threads_;
@@ -104,7 +104,7 @@ public:
     explicit EngineClosing(Engine& engine);
     EngineClosing(const EngineClosing&) = delete;
     EngineClosing& operator=(const EngineClosing&) = delete;
-    ~EngineClosing() { --engine_.closers_count_; }
+    ~EngineClosing() { --engine_.is_close_running_; }
 
 private:
     Engine& engine_;

@@ -50,9 +50,9 @@ int File::buffered_fd() {
 
 int File::direct_fd() {
     if (const int fd = direct_fd_.load(std::memory_order_acquire); fd >= 0) {
-        return direct_refusal() == 0 ? fd : -1;
+        return direct_open_errno() == 0 ? fd : -1;
     }
-    if (direct_refusal() != 0) {
+    if (direct_open_errno() != 0) {
         return -1;
     }
     const int fd = buffered_fd();
@@ -63,7 +63,7 @@ int File::direct_fd() {
         const int access_mode = fcntl(fd, F_GETFL) & O_ACCMODE;
         Descriptor opened(open(path, access_mode | O_DIRECT | O_CLOEXEC));
         if (!opened) {
-            set_direct_refusal(errno);
+            set_direct_open_errno(errno);
             return -1;
         }
         alignment_bytes_.store(direct_alignment_bytes(opened.get()), std::memory_order_relaxed);
@@ -91,7 +91,7 @@ Residency File::residency_of(std::uint64_t offset, std::uint64_t length) {
 
 void File::remove_pending(std::uint64_t bytes) noexcept {
     if (!path_.empty() && pending_bytes_.fetch_sub(bytes, std::memory_order_acq_rel) == bytes) {
-        close_path();
+        close_reopenable_descriptors();
     }
 }
 
@@ -110,19 +110,19 @@ void File::end_use() noexcept {
     }
 }
 
-bool File::wait_for_uses(std::chrono::nanoseconds timeout) noexcept {
+bool File::wait_until_unused(std::chrono::nanoseconds timeout) noexcept {
     return wait_for_word(users_count_, timeout, [](std::uint32_t count) { return count == 0; });
 }
 
 bool File::begin_close(std::chrono::nanoseconds timeout) noexcept {
-    return wait_for_word(closers_count_, timeout, [&](std::uint32_t count) {
-        return count == 0 && closers_count_.compare_exchange_strong(count, 1);
+    return wait_for_word(is_close_running_, timeout, [&](std::uint32_t count) {
+        return count == 0 && is_close_running_.compare_exchange_strong(count, 1);
     });
 }
 
 void File::end_close() noexcept {
-    closers_count_.store(0);
-    futex_wake_all(closers_count_);
+    is_close_running_.store(0);
+    futex_wake_all(is_close_running_);
 }
 
 void File::close() {
@@ -134,7 +134,8 @@ void File::close() {
     direct_fd_.store(-1, std::memory_order_relaxed);
     fd_.store(-1, std::memory_order_relaxed);
     owned_direct_descriptor_.reset();
-    // The kernel frees the descriptor also when close(2) fails, for example because a server reports an earlier write.
+    // The kernel frees the descriptor even if close(2) fails, for example because a file server reports that an earlier
+    // write failed.
     if (const int fd = owned_descriptor_.release(); fd >= 0 && ::close(fd) != 0) {
         throw make_kernel_error("close", errno);
     }
@@ -151,9 +152,9 @@ std::shared_ptr<File> File::replace_after_fork() {
     return file;
 }
 
-void File::close_path() noexcept {
+void File::close_reopenable_descriptors() noexcept {
     if (path_.empty()) {
-        return; // This return takes no lock, because a worker may hold the lock during a system call.
+        return; // There is nothing to close, so the caller need not wait for a worker that holds the lock.
     }
     const std::lock_guard lock(open_mutex_);
     direct_fd_.store(-1, std::memory_order_relaxed);

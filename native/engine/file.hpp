@@ -30,11 +30,11 @@ public:
     int buffered_fd();
     // Returns the descriptor without O_DIRECT if the file is open, else -1.
     int fd() const noexcept { return fd_.load(std::memory_order_acquire); }
-    // Returns the descriptor with O_DIRECT, or -1 if the file system does not support it (see direct_refusal).
+    // Returns the descriptor with O_DIRECT, or -1 if the file system does not support it (see direct_open_errno).
     int direct_fd();
     // Returns the errno with which O_DIRECT failed, or 0 if it did not fail.
-    int direct_refusal() const noexcept { return direct_errno_.load(std::memory_order_relaxed); }
-    void set_direct_refusal(int number) noexcept { direct_errno_.store(number, std::memory_order_relaxed); }
+    int direct_open_errno() const noexcept { return direct_errno_.load(std::memory_order_relaxed); }
+    void set_direct_open_errno(int number) noexcept { direct_errno_.store(number, std::memory_order_relaxed); }
     // The alignment of offsets, lengths and memory for O_DIRECT, in bytes, a power of two.
     std::uint64_t alignment_bytes() const noexcept { return alignment_bytes_.load(std::memory_order_relaxed); }
     // Returns the current size of the file. Throws Error.
@@ -47,7 +47,7 @@ public:
     // are pending any more.
     void remove_pending(std::uint64_t bytes) noexcept;
     // Closes a file that was opened by its path, even if bytes are still pending.
-    void close_path() noexcept;
+    void close_reopenable_descriptors() noexcept;
 
     // Counts a call or job that uses the descriptors, so that a close can wait for its end. Returns false if the file
     // is closed, or while FileClosing refuses uses.
@@ -56,7 +56,7 @@ public:
     void add_use() noexcept { users_count_.fetch_add(1); }
     void end_use() noexcept;
     // Waits until there are no uses, at most `timeout`. Returns whether there are none.
-    bool wait_for_uses(std::chrono::nanoseconds timeout) noexcept;
+    bool wait_until_unused(std::chrono::nanoseconds timeout) noexcept;
     // Begins a close of the file. Waits at most `timeout` while another thread closes it. Returns whether the close has
     // begun.
     bool begin_close(std::chrono::nanoseconds timeout) noexcept;
@@ -88,7 +88,7 @@ private:
     std::atomic<std::uint64_t> alignment_bytes_{4096};
     std::atomic<std::uint64_t> pending_bytes_{0};
     std::atomic<std::uint32_t> users_count_{0};
-    std::atomic<std::uint32_t> closers_count_{0}; // 1 from begin_close() to end_close().
+    std::atomic<std::uint32_t> is_close_running_{0}; // 1 from begin_close() to end_close().
     std::atomic<bool> is_closing_{false};
     std::atomic<bool> is_closed_{false};
 };

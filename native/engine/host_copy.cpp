@@ -76,7 +76,7 @@ IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std
         });
     if (result.failure && result.failure->number == EINVAL && result.bytes == 0) {
         // This file system accepts O_DIRECT in open(2), but not in pread(2).
-        file.set_direct_refusal(EINVAL);
+        file.set_direct_open_errno(EINVAL);
         return read_buffered(file, offset, length, block + lead_bytes);
     }
     result.bytes = std::min(result.bytes > lead_bytes ? result.bytes - lead_bytes : 0, length);
@@ -115,7 +115,7 @@ IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, co
     result.bytes += aligned_result.bytes;
     result.used_direct = !refused_direct;
     if (refused_direct) {
-        file.set_direct_refusal(EINVAL);
+        file.set_direct_open_errno(EINVAL);
     } else if (aligned_result.failure) {
         result.failure = aligned_result.failure;
         return result;

@@ -309,9 +309,9 @@ void Job::end_locked() {
         }
     }
     for (const std::shared_ptr<File>& file : files_) {
-        file->close_path();
-        if (file->direct_refusal() != 0) {
-            progress_.direct_refusal = file->direct_refusal();
+        file->close_reopenable_descriptors();
+        if (file->direct_open_errno() != 0) {
+            progress_.direct_open_errno = file->direct_open_errno();
         }
         file->end_use();
     }

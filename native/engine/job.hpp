@@ -96,7 +96,7 @@ struct Progress {
     bool is_cancelled = false;      // The job was cancelled before all chunks were started.
     std::optional<Failure> failure; // The first failure.
     std::uint32_t failed_extent = 0;
-    int direct_refusal = 0;              // The errno with which the file system refused O_DIRECT.
+    int direct_open_errno = 0;           // The errno with which the file system refused O_DIRECT.
     std::chrono::nanoseconds duration{}; // Time from the creation of the job to its end. Valid when the job is over.
 };
 

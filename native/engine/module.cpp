@@ -322,7 +322,7 @@ nb::dict make_progress_dict(const Progress& progress) {
     fields["direct_bytes"] = progress.direct_bytes;
     fields["cancelled"] = progress.is_cancelled;
     fields["duration_s"] = std::chrono::duration<double>(progress.duration).count();
-    fields["direct_refusal"] = progress.direct_refusal;
+    fields["direct_open_errno"] = progress.direct_open_errno;
     fields["failed_extent"] = progress.failed_extent;
     if (progress.failure) {
         fields["failure"] = make_failure_tuple(*progress.failure);
@@ -355,7 +355,7 @@ void bind_jobs(nb::module_& module) {
                 const bool has_begun_close =
                     wait_interruptibly(limit, [&](auto timeout) { return self->begin_close(timeout); });
                 const FileClosing closing(*self, has_begun_close);
-                wait_interruptibly(limit, [&](auto timeout) { return self->wait_for_uses(timeout); });
+                wait_interruptibly(limit, [&](auto timeout) { return self->wait_until_unused(timeout); });
                 if (!end_transfers.is_none() && !nb::steal(call_python(end_transfers.ptr())).is_valid()) {
                     throw nb::python_error();
                 }
@@ -377,7 +377,7 @@ void bind_jobs(nb::module_& module) {
             },
             "Return the size of the file. Raise FileClosed if the file is closed.")
         .def("direct", [](File& self) { return without_gil([&] { return self.direct_fd() >= 0; }); })
-        .def_prop_ro("direct_refusal", &File::direct_refusal)
+        .def_prop_ro("direct_open_errno", &File::direct_open_errno)
         .def_prop_ro("alignment_bytes", &File::alignment_bytes)
         .def(
             "residency",

@@ -45,7 +45,7 @@ void Inode::set_modification_time(int file) {
 void Inode::finish_change(int file) {
     struct stat now {};
     // If fstat fails, the stored version is wrong, so the next access discards all sums.
-    sums_.end_change(fstat(file, &now) == 0 ? Version::of(now) : Version{});
+    sums_.end_change(fstat(file, &now) == 0 ? FileVersion::of(now) : FileVersion{});
 }
 
 std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::byte> data) {

@@ -132,7 +132,7 @@ void Inode::remove_sums() {
 }
 
 void Inode::discard_sums_if_changed_outside(const struct stat& file) {
-    const Version now = Version::of(file);
+    const FileVersion now = FileVersion::of(file);
     if (!(sums_.version() == now)) {
         sums_.reset(now);
         ++store_.counters_.outside_changes;
@@ -219,7 +219,7 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
         if (fstat(file, &now) != 0) {
             return {-errno, 0};
         }
-        if (sums_.version() == Version::of(now)) {
+        if (sums_.version() == FileVersion::of(now)) {
             if (is_second_read) {
                 return {report_corruption(bad_chunk), 0};
             }

@@ -77,7 +77,7 @@ struct SumsFile::Header {
     char magic[8];
     std::uint32_t chunk_bytes, reserved;
     Identity identity;
-    Version version;
+    FileVersion version;
     std::int64_t change_begin_ns; // Time at which the change in progress began, or 0 if no change is in progress.
 };
 
@@ -165,7 +165,7 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
         status = map((static_cast<std::uint64_t>(now.st_size) - page_bytes) / sizeof(std::uint64_t));
     }
     if (status == 0) {
-        status = discard_if_foreign(file, chunk_bytes);
+        status = discard_if_outdated(file, chunk_bytes);
     }
     if (status != 0) {
         unmap();
@@ -174,13 +174,13 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
     return status;
 }
 
-int SumsFile::discard_if_foreign(int file, std::uint32_t chunk_bytes) {
+int SumsFile::discard_if_outdated(int file, std::uint32_t chunk_bytes) {
     struct stat now {};
     if (fstat(file, &now) != 0) {
         return -errno;
     }
     const Identity identity = query_identity(file);
-    const Version current = Version::of(now);
+    const FileVersion current = FileVersion::of(now);
     if (std::memcmp(header_->magic, magic, sizeof magic) != 0 || header_->chunk_bytes != chunk_bytes ||
         !(header_->identity == identity)) {
         reset(current);
@@ -245,23 +245,25 @@ void SumsFile::discard_from(std::uint64_t first) noexcept {
     if (first >= capacity_) {
         return;
     }
-    // The entries in the rest of the first page are set to 0. The pages after it are discarded.
-    const std::uint64_t first_page = (first + entries_per_page - 1) / entries_per_page;
-    for (std::uint64_t chunk = first; chunk < std::min(capacity_, first_page * entries_per_page); ++chunk) {
+    // The page of `first` may also have earlier entries, so its entries from `first` on are set to 0. The whole pages
+    // after it are discarded.
+    const std::uint64_t first_whole_page = (first + entries_per_page - 1) / entries_per_page;
+    for (std::uint64_t chunk = first; chunk < std::min(capacity_, first_whole_page * entries_per_page); ++chunk) {
         if (load_atomically(entries_[chunk]) != 0) {
             store_atomically(entries_[chunk], std::uint64_t{0});
         }
     }
     const std::uint64_t pages_count = capacity_ / entries_per_page;
-    if (first_page < pages_count) {
+    if (first_whole_page < pages_count) {
         if (fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                      static_cast<off_t>((first_page + 1) * page_bytes),
-                      static_cast<off_t>((pages_count - first_page) * page_bytes)) == 0) {
-            std::fill(has_disk_space_.begin() + static_cast<std::ptrdiff_t>(first_page), has_disk_space_.end(), false);
+                      static_cast<off_t>((first_whole_page + 1) * page_bytes),
+                      static_cast<off_t>((pages_count - first_whole_page) * page_bytes)) == 0) {
+            std::fill(has_disk_space_.begin() + static_cast<std::ptrdiff_t>(first_whole_page), has_disk_space_.end(),
+                      false);
         } else {
             // Not every file system can punch holes. Entries that are 0 are not written, because their page may have no
             // disk space.
-            for (std::uint64_t chunk = first_page * entries_per_page; chunk < capacity_; ++chunk) {
+            for (std::uint64_t chunk = first_whole_page * entries_per_page; chunk < capacity_; ++chunk) {
                 if (load_atomically(entries_[chunk]) != 0) {
                     store_atomically(entries_[chunk], std::uint64_t{0});
                 }
@@ -270,7 +272,7 @@ void SumsFile::discard_from(std::uint64_t first) noexcept {
     }
 }
 
-Version SumsFile::version() const noexcept {
+FileVersion SumsFile::version() const noexcept {
     return header_->version;
 }
 
@@ -278,14 +280,14 @@ void SumsFile::begin_change() noexcept {
     store_atomically(header_->change_begin_ns, get_time_ns());
 }
 
-void SumsFile::end_change(const Version& version) noexcept {
+void SumsFile::end_change(const FileVersion& version) noexcept {
     store_atomically(header_->version.seconds, version.seconds);
     store_atomically(header_->version.nanoseconds, version.nanoseconds);
     store_atomically(header_->version.size, version.size);
     store_atomically(header_->change_begin_ns, std::int64_t{0});
 }
 
-void SumsFile::reset(const Version& version) noexcept {
+void SumsFile::reset(const FileVersion& version) noexcept {
     discard_from(0);
     end_change(version);
 }

@@ -28,10 +28,10 @@ struct Sum {
 
 // The time and size of a file after the server's last change. If fstat returns another value, another program has
 // changed the file.
-struct Version {
+struct FileVersion {
     std::int64_t seconds = 0, nanoseconds = 0, size = 0;
-    bool operator==(const Version&) const = default;
-    static Version of(const struct stat& file) { return {file.st_mtim.tv_sec, file.st_mtim.tv_nsec, file.st_size}; }
+    bool operator==(const FileVersion&) const = default;
+    static FileVersion of(const struct stat& file) { return {file.st_mtim.tv_sec, file.st_mtim.tv_nsec, file.st_size}; }
 };
 
 // A counter in memory that the server shares with a reader of the sums in another process. The server advances it when
@@ -89,13 +89,13 @@ public:
     // Discards the sums of the chunks from `first` on, which are then unknown.
     void discard_from(std::uint64_t first) noexcept;
 
-    Version version() const noexcept;
+    FileVersion version() const noexcept;
     // The file may change only between begin_change() and end_change(). If the process is killed between the calls, the
     // header shows it.
     void begin_change() noexcept;
-    void end_change(const Version& version) noexcept;
+    void end_change(const FileVersion& version) noexcept;
     // Makes the sum of every chunk unknown.
-    void reset(const Version& version) noexcept;
+    void reset(const FileVersion& version) noexcept;
 
 private:
     friend class SumsReader;
@@ -104,7 +104,7 @@ private:
     int map(std::uint64_t chunks_count);
     void unmap() noexcept;
     // Discards the mapped sums if they do not belong to `file`. Returns 0 or -errno.
-    int discard_if_foreign(int file, std::uint32_t chunk_bytes);
+    int discard_if_outdated(int file, std::uint32_t chunk_bytes);
 
     Descriptor fd_;
     SumsGeneration* generation_ = nullptr;

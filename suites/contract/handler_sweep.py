@@ -192,7 +192,7 @@ def _run_handler_at(interrupted_call: _InterruptedCall, point: int) -> str:
         errors.append(call_error)
     _raise_unexpected(errors)
     interrupted_call.check()
-    return interrupter.where
+    return interrupter.interrupted_at
 
 
 def _sweep(scenario: str, folder: Path) -> int:

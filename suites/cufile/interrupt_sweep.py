@@ -40,8 +40,8 @@ def _sweep() -> str:
         with contextlib.suppress(SetupMissing):
             interrupter.call(lambda: cufile.probe(timeout_s=_TIMEOUT_S))
         if _has_children():
-            return f"point {point}, {interrupter.where}: the child was left behind"
-        if not interrupter.where:
+            return f"point {point}, {interrupter.interrupted_at}: the child was left behind"
+        if not interrupter.interrupted_at:
             return f"{point - 1} points"
     raise AssertionError
 

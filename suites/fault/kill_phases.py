@@ -1,8 +1,8 @@
 """The phases in which the kill campaign kills a client, the agent or its storage server.
 
 Each function in :data:`ENTER_PHASE` brings the processes into the phase that its docstring describes, and returns when
-they are in it. Either a trap (:mod:`fault.traps`) has stopped a process in a call that only this phase makes, or the
-shared memory of the ring shows the phase. After the kill, the campaign resumes the other stopped processes.
+they are in it. A trap (:mod:`fault.traps`) that stops a process in a certain call shows the phase, or the shared memory
+of the ring, or the contents of the file. After the kill, the campaign resumes the other stopped processes.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def enter_written(processes: Processes, file: Path) -> None:
 
     The session has two queue pairs, and operations use them in turn. If the first operation uses queue pair 0, the
     server polls queue pair 1 before its reply, and the trap stops it there. If the first operation uses queue pair 1,
-    the server replies at once, and the attempt has failed. Every second attempt therefore begins with an additional
-    operation, so that its first operation uses the other queue pair.
+    the server replies at once, and the attempt has failed. Every second attempt therefore submits one additional
+    write beforehand, so that the first operation uses the other queue pair.
     """
     for attempt in range(_ATTEMPTS_MAX):
         if attempt % 2:
@@ -296,5 +296,5 @@ KILL_POINTS = (
     *(("agent", phase) for phase in ENTER_PHASE),
     *(("server", phase) for phase in ("session", "transfer", "reading", "written", "replied", "completed")),
 )
-# The kill points of an agent that itself reads cached bytes.
+# The kill points of an agent that itself reads cached bytes, so that the server has no phase "reading".
 LOCAL_KILL_POINTS = tuple(kill_point for kill_point in KILL_POINTS if kill_point[1] != "reading")

@@ -104,7 +104,8 @@ def test_dmabuf_survives_the_close_of_its_device(nic: Nic, peer: Peer, seed: int
     with connect_peer_queue_pair(nic, peer) as peer_pair:
         peer_pair.write(region.remote(), seed=seed).expect(Status.SUCCESS)
         peer_pair.read(region.remote(), seed=seed).completion.expect(Status.SUCCESS)
-    # The dma-buf holds the file of the device, so no other program can open the device before the dma-buf is closed.
+    # The region keeps the dma-buf, and the dma-buf keeps the device file open. So no process, not even this one, can
+    # open the device before the region is closed.
     with pytest.raises(ApiError) as error_info:
         Device(0)
     assert error_info.value.errno == errno.EBUSY

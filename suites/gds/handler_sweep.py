@@ -99,11 +99,11 @@ def _run_handler_at(
     if objects.error is not None and objects.error.reason not in _ALLOWED_REASONS:
         raise objects.error
     if not objects.file.closed:
-        assert objects.file.read_into(objects.memory).bytes == LENGTH_BYTES, interrupter.where
+        assert objects.file.read_into(objects.memory).bytes == LENGTH_BYTES, interrupter.interrupted_at
     objects.transfer = None
     objects.file.close()
-    assert not native.in_progress, interrupter.where
-    return interrupter.where
+    assert not native.in_progress, interrupter.interrupted_at
+    return interrupter.interrupted_at
 
 
 def _sweep(

@@ -134,19 +134,19 @@ def _interrupt(scenario: str, objects: _CallObjects, point: int, open_gate: Call
     open_gate()
     for file in objects.files:
         if not _close_in_time(file):
-            return interrupter.where, "close() does not return"
+            return interrupter.interrupted_at, "close() does not return"
     for transfer in list(native.in_progress.values()):  # close() does not wait for read_files().
         transfer.exception()
     if native.in_progress:
-        return interrupter.where, f"still in progress: {native.in_progress}"
+        return interrupter.interrupted_at, f"still in progress: {native.in_progress}"
     gds.close_engines()  # This waits for every job of the engine.
     if not was_exported and bytes(objects.memory) != bytes_before:
-        return interrupter.where, "bytes arrived in memory that was released"
+        return interrupter.interrupted_at, "bytes arrived in memory that was released"
     del error
     gc.collect()
     if _is_exported(objects.memory):
-        return interrupter.where, "the memory is still in use"
-    return interrupter.where, ""
+        return interrupter.interrupted_at, "the memory is still in use"
+    return interrupter.interrupted_at, ""
 
 
 def _sweep(scenario: str, path: Path, faulty_file: FaultyFile | None, device_memory: object) -> str:

@@ -60,7 +60,7 @@ def measure_baseline_peak(command: str) -> int:
 
 
 def make_capture_with_reads(**fields: object) -> bytes:
-    """Return a capture with these fields of RecordedReads."""
+    """Return a capture whose recorded reads have these fields, for example `texts` or `links`."""
     return json.dumps({**SMALLEST_CAPTURE, "answers": fields}, ensure_ascii=False).encode()
 
 

@@ -224,7 +224,7 @@ def receive_bytes() -> Iterator[socket.socket]:
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"), host.package_for_all_users)
 @pytest.mark.parametrize("is_privileged", [False, True])
 def test_process_that_hides_is_named_or_seen_by_root(is_privileged: bool) -> None:  # noqa: FBT001 - a parameter.
-    """The kernel hides the descriptors of a program whose file its user may not read, except from CAP_SYS_PTRACE."""
+    """If a user may execute but not read a program, the kernel shows its descriptors only to CAP_SYS_PTRACE."""
     with folder_for_all_users() as folder, receive_bytes() as receiver:
         shutil.copy(shutil.which("sleep") or "", folder / "sleep")
         (folder / "sleep").chmod(0o111)

@@ -39,12 +39,12 @@ class Interrupter:
 
     Attributes
     ----------
-    where : str
+    interrupted_at : str
         The point that was reached; empty if the call has fewer points.
     """
 
     def __init__(self, point: int, *folders: str, handler: Callable[[], None] = _raise_interrupt) -> None:
-        self.where = ""
+        self.interrupted_at = ""
         self._handler = handler
         self._points_left = point
         self._path_prefixes = (*folders, contextlib.__file__)
@@ -77,10 +77,10 @@ class Interrupter:
         def trace_instruction(frame: FrameType, event: str, _argument: object) -> Callable[..., Any]:
             nonlocal is_point
             if event == "opcode":
-                if is_point and not self.where:
+                if is_point and not self.interrupted_at:
                     self._points_left -= 1
                     if self._points_left == 0:
-                        self.where = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
+                        self.interrupted_at = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
                         self._handler()
                 is_point = opcode.opname[instructions[frame.f_lasti]].startswith(_CHECKED_INSTRUCTIONS)
             return trace_instruction

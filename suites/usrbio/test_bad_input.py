@@ -24,7 +24,7 @@ from support.fuzz import changed_inputs, run_fuzzer
 from support.other_user import folder_for_all_users, run_program
 from support.processes import HungError, open_files, wait_until
 from support.raw_usrbio import AgentProcess, RawClient, Refusal
-from usrbio.fuzz_messages import TARGET
+from usrbio.fuzz_messages import TARGET as MESSAGE_FUZZ_TARGET
 
 from gdrkit import pattern, usrbio
 from gdrkit.errors import UsageError
@@ -252,7 +252,7 @@ def test_full_disk_is_enospc_and_keeps_acknowledged_writes(tmp_path: Path, seed:
         subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
-PUBLISHING_PROGRAM = """
+CREATE_IOV_AND_RING_PROGRAM = """
 import sys
 from gdrkit import usrbio
 from support.other_user import become_unprivileged
@@ -269,7 +269,7 @@ for call in (lambda: usrbio.create_iovec(sys.argv[1], length_bytes=4096), lambda
 @needs(host.capability("CAP_SETUID"))
 def test_other_user_gets_eacces_from_the_library() -> None:
     with folder_for_all_users() as mount, AgentProcess(mount):
-        result = run_program(PUBLISHING_PROGRAM, str(mount))
+        result = run_program(CREATE_IOV_AND_RING_PROGRAM, str(mount))
     assert result.stdout.split() == [str(errno.EACCES)] * 2, result.stderr
 
 
@@ -289,7 +289,7 @@ def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: i
             writer.prepare(iov[:KIB], WRITE, fd, index * KIB)
             assert submit_and_get_results(writer) == [KIB]
         files_before = Counter(open_files(agent_process_id))
-        for data in changed_inputs(TARGET, seed, 500):
+        for data in changed_inputs(MESSAGE_FUZZ_TARGET, seed, 500):
             with RawClient(agent.mount) as peer, contextlib.suppress(ConnectionError):
                 peer.send(data, [fd] * rng.randrange(4))
                 # Some peers wait for the reply, others close the connection at once.

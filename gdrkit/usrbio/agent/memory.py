@@ -123,7 +123,7 @@ class PublishedDeviceMemory:
                 api=Api.NONE,
                 operation="export_dmabuf",
                 status=None,
-                status_name="no call",
+                status_name="not called",
                 reason=Reason.DMABUF_EXPORT_UNSUPPORTED,
                 what_to_do="publish the memory with its dma-buf",
                 detail="the publication has no dma-buf",

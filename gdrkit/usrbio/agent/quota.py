@@ -1,6 +1,7 @@
 """Limits on the host memory and the files of the clients of one user, for an agent that serves several users.
 
-The agent pins published host memory for all its NICs, and its session with the server has a limited number of files.
+A client publishes iovs and rings: the agent maps them and registers them with all its NICs, which pins their memory.
+The session of the agent with the server has a limited number of files.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SHARED_FILES_MAX = HANDLES_MAX // 4
 
 
 class MemoryQuota:
-    """The published host memory of each user. It can be used by any number of threads.
+    """A count of the published host memory of each user, with a limit. Any number of threads may use it.
 
     Parameters
     ----------
@@ -36,8 +37,8 @@ class MemoryQuota:
     Attributes
     ----------
     free_idle_memory : callable
-        Called with a user who would exceed the limit, or with None if the agent cannot pin more memory. It ends the
-        registrations that clients of this user, or all clients, only keep for later iovs.
+        Function that ends registrations which clients only keep for later iovs. The argument is the uid of the user who
+        would exceed the limit, or None for all users if the agent cannot pin more memory.
     """
 
     def __init__(self, user_bytes_max: int | None = None) -> None:
@@ -49,7 +50,8 @@ class MemoryQuota:
     def charge(self, uid: int, length_bytes: int) -> Callable[[], None]:
         """Add memory to the count of a user, in whole pages, and return the function that subtracts it again.
 
-        The smallest publication costs a page, as in the kernel. So the limit also limits the number of publications.
+        Even the smallest publication counts as one page, because the kernel pins whole pages. So the limit also limits
+        the number of publications.
 
         Raises
         ------
@@ -104,7 +106,9 @@ class FileQuota:
             EMFILE: the user has as many files as the limit allows.
         """
         if self._user_files_max is not None and self._files_by_user[uid] >= self._user_files_max:
-            message = f"user {uid} has registered {self._user_files_max} files, as many as a shared agent allows a user"
+            message = (
+                f"user {uid} has registered {self._user_files_max} files, the limit of a shared agent: deregister files"
+            )
             raise AgentError(errno.EMFILE, message)
         self._files_by_user[uid] += 1
 

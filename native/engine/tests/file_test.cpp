@@ -124,7 +124,7 @@ void check_descriptors(const Folder& folder) {
         CHECK(count_open_files() == open_files_before);
         File descriptor_file(duplicate(fd));
         descriptor_file.direct_fd();
-        descriptor_file.close_path();
+        descriptor_file.close_reopenable_descriptors();
         CHECK(fcntl(descriptor_file.buffered_fd(), F_GETFD) >= 0);
     }
     CHECK(count_open_files() == open_files_before && fcntl(fd.get(), F_GETFD) >= 0);
@@ -144,7 +144,7 @@ void check_without_direct() {
     const AlignedMemory memory = aligned_memory_for(65536);
     const IoResult result = read_direct(file, 0, 100, memory.bytes.get());
     CHECK(!result.failure && result.bytes == 100 && !result.used_direct);
-    CHECK(file.direct_refusal() != 0 && file.direct_fd() < 0);
+    CHECK(file.direct_open_errno() != 0 && file.direct_fd() < 0);
 }
 
 // A close waits for the calls that use the descriptor. It refuses new calls until the caller gives it up.
@@ -154,12 +154,12 @@ void check_uses(const Folder& folder) {
     file->direct_fd();
     FileUse first(file);
     FileUse second(file);
-    CHECK(first.file() && second.file() && !file->wait_for_uses(std::chrono::milliseconds(1)));
+    CHECK(first.file() && second.file() && !file->wait_until_unused(std::chrono::milliseconds(1)));
     std::atomic<bool> is_unused{false};
     {
         const FileClosing closing(*file);
         std::thread closer([&] {
-            CHECK(file->wait_for_uses(gdrkit::no_limit));
+            CHECK(file->wait_until_unused(gdrkit::no_limit));
             is_unused = true;
         });
         first.end();
@@ -188,7 +188,8 @@ void check_fork(const Folder& folder) {
         const int fd = file->buffered_fd();
         const std::size_t direct_count = file->direct_fd() >= 0 ? 1 : 0;
         const auto replacement = file->replace_after_fork();
-        const bool is_same = replacement->buffered_fd() == fd && replacement->wait_for_uses(std::chrono::seconds(0));
+        const bool is_same =
+            replacement->buffered_fd() == fd && replacement->wait_until_unused(std::chrono::seconds(0));
         replacement->close();
         _exit(is_same && count_open_files() == open_files - 1 - direct_count ? 0 : 1);
     }

@@ -23,7 +23,8 @@ struct Capture {
 };
 using CaptureRef = std::shared_ptr<Capture>;
 
-// An event that was last recorded in a captured stream, and the nodes that it stands for.
+// The state of an event that was last recorded in a captured stream. A stream that waits for the event adds its next
+// node after these nodes.
 struct CapturedEvent {
     std::weak_ptr<Capture> capture;
     std::vector<NodeRef> nodes;
@@ -57,7 +58,7 @@ Result capture_node_locked(const StreamRef& stream, NodeParameters parameters);
 // Capture cuMemAllocAsync: reserve the address of an allocation on the device.
 Result capture_allocation(const StreamRef& stream, Device device, std::uint64_t length_bytes, DevicePointer* pointer);
 
-// Record an event in a captured stream without a node.
+// Record an event in a captured stream. The graph gets no node for it.
 std::shared_ptr<CapturedEvent> capture_event_record(const StreamRef& stream);
 
 // Make a stream wait for an event. The stream is captured, or the event was recorded in a captured stream. A stream

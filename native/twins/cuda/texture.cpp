@@ -37,7 +37,7 @@ Registry<Surface>& surfaces() {
     return *instance;
 }
 
-// Return whether the address is aligned for textures, and memory of this length begins there.
+// Return whether the address is aligned for textures, and memory of at least this length follows it.
 bool is_texture_memory(DevicePointer address, std::uint64_t length_bytes) {
     const RangeRef range = find_range(address);
     return range && address % texture_alignment_bytes == 0 && length_bytes != 0 &&

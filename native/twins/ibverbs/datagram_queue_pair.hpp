@@ -93,8 +93,8 @@ private:
 
     // The thread (datagram_thread.cpp). Each function returns whether there was progress.
     void run();
-    bool run_turn(Lock* lock);
-    void run_turn_in_caller(Lock* lock);
+    bool make_progress(Lock* lock);
+    void make_progress_in_caller(Lock* lock);
     void send_in_caller(Lock* lock, std::uint64_t posted_bytes);
     void progress_at_poll() override;
     void request_wake_for_responses() override;
@@ -158,7 +158,7 @@ private:
     // True if the state has changed since the thread last checked it. If the thread sleeps, wake_eventfd_ wakes it.
     std::atomic<bool> has_pending_change_{false};
     bool is_asleep_ = false;
-    bool is_turn_running_ = false;
+    bool is_making_progress_ = false;
     Clock::time_point wake_time_{}; // when the thread wakes by itself
     Clock::time_point polled_at_{}; // when a thread of the application last polled
     Fd wake_eventfd_;

@@ -10,13 +10,13 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Number of datagrams that the thread sends or receives before it does its other tasks.
+// Number of rounds in which the thread sends or receives datagrams before it does its other tasks.
 constexpr int batch_size = 16;
 // Time between two attempts to send to a receiver whose queue is full.
 constexpr std::chrono::microseconds retry_interval{30};
 // If a thread of the application has polled within this time, the pair's thread does not wait at the sockets.
 constexpr std::chrono::microseconds takeover_time{1000};
-// If more bytes are posted at once, the thread of the pair sends them, and not the thread of the application.
+// If more bytes are posted at once, the thread of the pair sends them, and not the call that posts them.
 constexpr std::uint64_t max_caller_send_bytes = 16U << 10;
 
 } // namespace
@@ -24,13 +24,13 @@ constexpr std::uint64_t max_caller_send_bytes = 16U << 10;
 void DatagramQueuePair::run() {
     Lock lock(mutex_);
     for (;;) {
-        changed_.wait(lock, [this] { return !is_turn_running_; });
+        changed_.wait(lock, [this] { return !is_making_progress_; });
         // Check this after the wait: close() wakes this thread from wait_for_work(), but not from the wait above.
         if (is_closing_) {
             return;
         }
         has_pending_change_ = false;
-        if (!run_turn(&lock)) {
+        if (!make_progress(&lock)) {
             wait_for_work(&lock);
         }
     }
@@ -38,26 +38,26 @@ void DatagramQueuePair::run() {
 
 // Do one turn: flush, receive, send, deliver completions and raise events. Return whether there was progress. Only one
 // thread at a time does a turn.
-bool DatagramQueuePair::run_turn(Lock* lock) {
-    is_turn_running_ = true;
+bool DatagramQueuePair::make_progress(Lock* lock) {
+    is_making_progress_ = true;
     bool has_progress = flush(*lock);
     has_progress |= receive_arrived(lock);
     has_progress |= send_posted(lock);
     has_progress |= deliver_due(*lock, &delayed_sends_, send_queue_.get());
     has_progress |= deliver_due(*lock, &delayed_receives_, receive_queue_.get());
     raise_events(*lock);
-    is_turn_running_ = false;
+    is_making_progress_ = false;
     changed_.notify_all();
     return has_progress;
 }
 
 // Do a turn in a thread of the application. Requests with a fault rule are left to the pair's thread, because the rule
 // may delay a request, and a call of the application must not be delayed.
-void DatagramQueuePair::run_turn_in_caller(Lock* lock) {
-    if (!is_asleep_ || is_turn_running_ || is_closing_ || (!posted_sends_.empty() && has_send_fault_rule())) {
+void DatagramQueuePair::make_progress_in_caller(Lock* lock) {
+    if (!is_asleep_ || is_making_progress_ || is_closing_ || (!posted_sends_.empty() && has_send_fault_rule())) {
         return;
     }
-    run_turn(lock);
+    make_progress(lock);
     // Wake the pair's thread if it would sleep too long: it delivers delayed completions, and retries a datagram that a
     // full queue has refused.
     if (find_next_deadline() < wake_time_) {
@@ -67,7 +67,7 @@ void DatagramQueuePair::run_turn_in_caller(Lock* lock) {
 
 void DatagramQueuePair::send_in_caller(Lock* lock, std::uint64_t posted_bytes) {
     if (posted_bytes <= max_caller_send_bytes) {
-        run_turn_in_caller(lock);
+        make_progress_in_caller(lock);
     }
     if (!posted_sends_.empty()) {
         notify_change(*lock);
@@ -78,7 +78,7 @@ void DatagramQueuePair::progress_at_poll() {
     Lock lock(mutex_, std::try_to_lock);
     if (lock.owns_lock()) {
         polled_at_ = Clock::now();
-        run_turn_in_caller(&lock);
+        make_progress_in_caller(&lock);
     }
 }
 
@@ -102,7 +102,7 @@ bool DatagramQueuePair::deliver_due(const Lock& lock, DelayedCompletions* delaye
     return !due.empty();
 }
 
-// Complete with a flush error all send requests in ERR and SQE, and all receive requests in ERR.
+// If the queue pair is in ERR or SQE, complete all send requests with a flush error; in ERR, also all receive requests.
 bool DatagramQueuePair::flush(const Lock& lock) {
     if (state_ != IBV_QPS_ERR && state_ != IBV_QPS_SQE) {
         return false;

@@ -1,6 +1,7 @@
-// The twins' dma-bufs, implemented by memfds. An allocation is a memfd. A dma-buf is a write-only descriptor of that
-// memfd, or of a second memfd without content (a descriptor memfd). An importer of a descriptor memfd requests its
-// extents from the control service of the exporting process.
+// The twins' dma-bufs, implemented by memfds. An allocation is a memfd. A dma-buf of one whole allocation is a
+// write-only file descriptor of its memfd. Each other dma-buf is a write-only file descriptor of a placeholder: a memfd
+// without content, whose name identifies the exporting process. An importer of a placeholder requests the extents from
+// the control service of that process.
 
 #include "model/dmabuf.hpp"
 
@@ -86,16 +87,15 @@ std::uint64_t get_file_size(int fd) {
     return fstat(fd, &status) == 0 ? static_cast<std::uint64_t>(status.st_size) : 0;
 }
 
-// A descriptor memfd that this process exported, with its extents. It is kept as long as any process has the descriptor
-// open.
-struct DescriptorExport {
-    Fd descriptor;
+// A placeholder that this process exported, with its extents. It is kept at least as long as any process has it open.
+struct PlaceholderExport {
+    Fd placeholder;
     std::vector<ImportedDmabuf::OwnedExtent> extents;
 };
 
 struct Exports {
     std::mutex mutex;
-    std::map<std::uint64_t, DescriptorExport> descriptors;
+    std::map<std::uint64_t, PlaceholderExport> placeholders;
 };
 
 Exports& exports() {
@@ -110,7 +110,7 @@ struct ExtentMessage {
 // Return whether any process has opened this memfd through /proc/self/fd. To find out, open the memfd and request a
 // write lease, which the kernel grants only if the file was not opened elsewhere. The descriptor that memfd_create
 // returned, and its duplicates, do not count.
-bool has_other_opens(int fd) {
+bool is_opened_elsewhere(int fd) {
     const Fd writer(reopen(fd, O_RDWR));
     // If a process opens the file while the lease is held, the kernel signals this process. SIGURG is ignored by
     // default; SIGIO, the kernel's choice, would end the process.
@@ -118,8 +118,8 @@ bool has_other_opens(int fd) {
 }
 
 void drop_unreferenced_exports(Exports* export_table) {
-    std::erase_if(export_table->descriptors,
-                  [](const auto& entry) { return !has_other_opens(entry.second.descriptor.get()); });
+    std::erase_if(export_table->placeholders,
+                  [](const auto& entry) { return !is_opened_elsewhere(entry.second.placeholder.get()); });
 }
 
 void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds) {
@@ -130,8 +130,8 @@ void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* r
     std::memcpy(&id, request.data(), sizeof id);
     Exports& export_table = exports();
     std::lock_guard lock(export_table.mutex);
-    const auto entry = export_table.descriptors.find(id);
-    if (entry == export_table.descriptors.end()) {
+    const auto entry = export_table.placeholders.find(id);
+    if (entry == export_table.placeholders.end()) {
         return;
     }
     for (const ImportedDmabuf::OwnedExtent& extent : entry->second.extents) {
@@ -142,12 +142,12 @@ void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* r
     }
 }
 
-int export_descriptor(std::string_view prefix, std::span<const Extent> extents, std::uint64_t* exported_id = nullptr) {
+int export_placeholder(std::string_view prefix, std::span<const Extent> extents, std::uint64_t* exported_id = nullptr) {
     std::uint64_t length_bytes = 0;
-    DescriptorExport new_export;
+    PlaceholderExport new_export;
     for (const Extent& extent : extents) {
-        // has_other_references counts a reopened descriptor, but no duplicate. The descriptor stays open while the
-        // dma-buf lives.
+        // Reopen the file instead of a call of dup(): has_other_references does not count duplicates. The reopened
+        // descriptor stays open as long as this export is kept.
         const int memory_fd = reopen(extent.fd, O_RDWR);
         if (memory_fd < 0) {
             return memory_fd;
@@ -160,17 +160,17 @@ int export_descriptor(std::string_view prefix, std::span<const Extent> extents, 
     char name[64];
     std::snprintf(name, sizeof name, "%s%016llx:%016llx", prefix.data(),
                   static_cast<unsigned long long>(read_control_service_id()), static_cast<unsigned long long>(id));
-    const int descriptor = make_memfd(name, length_bytes);
-    if (descriptor < 0) {
-        return descriptor;
+    const int memfd = make_memfd(name, length_bytes);
+    if (memfd < 0) {
+        return memfd;
     }
-    new_export.descriptor = Fd(descriptor);
-    const int exported_fd = reopen(descriptor, O_WRONLY);
+    new_export.placeholder = Fd(memfd);
+    const int exported_fd = reopen(memfd, O_WRONLY);
     Exports& export_table = exports();
     std::lock_guard lock(export_table.mutex);
     drop_unreferenced_exports(&export_table);
     if (exported_fd >= 0) {
-        export_table.descriptors.emplace(id, std::move(new_export));
+        export_table.placeholders.emplace(id, std::move(new_export));
         if (exported_id != nullptr) {
             *exported_id = id;
         }
@@ -186,9 +186,9 @@ bool parse_16_hex_digits(std::string_view text, std::uint64_t* value) {
     return true;
 }
 
-// Request the extents of a descriptor memfd from its exporting process. `service_and_dmabuf_ids` is the end of the
+// Request the extents of a placeholder from its exporting process. `service_and_dmabuf_ids` is the end of the
 // memfd's name: "<16 hex digits: id of the exporter's control service>:<16 hex digits: id of the dma-buf>".
-int import_descriptor(std::string_view service_and_dmabuf_ids, std::uint64_t length_bytes, ImportedDmabuf* imported) {
+int import_placeholder(std::string_view service_and_dmabuf_ids, std::uint64_t length_bytes, ImportedDmabuf* imported) {
     std::uint64_t service_id = 0, id = 0;
     if (service_and_dmabuf_ids.size() != 33 ||
         !parse_16_hex_digits(service_and_dmabuf_ids.substr(0, 16), &service_id) ||
@@ -252,35 +252,35 @@ int export_dmabuf(std::span<const Extent> extents) {
         extents[0].length_bytes == get_file_size(extents[0].fd)) {
         return reopen(extents[0].fd, O_WRONLY);
     }
-    return export_descriptor(dmabuf_name_prefix, extents);
+    return export_placeholder(dmabuf_name_prefix, extents);
 }
 
 int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id) {
     if (extents.empty() || extents.size() > max_extents) {
         return extents.empty() ? -EINVAL : -E2BIG;
     }
-    return export_descriptor(dmabuf_name_prefix, extents, id);
+    return export_placeholder(dmabuf_name_prefix, extents, id);
 }
 
 bool is_dmabuf_alive(std::uint64_t id) {
     Exports& export_table = exports();
     std::lock_guard lock(export_table.mutex);
-    const auto entry = export_table.descriptors.find(id);
-    if (entry == export_table.descriptors.end()) {
+    const auto entry = export_table.placeholders.find(id);
+    if (entry == export_table.placeholders.end()) {
         return false;
     }
-    if (has_other_opens(entry->second.descriptor.get())) {
+    if (is_opened_elsewhere(entry->second.placeholder.get())) {
         return true;
     }
-    export_table.descriptors.erase(entry);
+    export_table.placeholders.erase(entry);
     return false;
 }
 
 int export_shareable(int memory_fd) {
-    // A shareable handle must not be accepted as a dma-buf. So export a separate descriptor memfd over the whole
+    // A shareable handle must not be accepted as a dma-buf. So export a separate placeholder over the whole
     // allocation.
     const Extent entire_allocation{memory_fd, 0, get_file_size(memory_fd)};
-    return export_descriptor(shareable_name_prefix, {&entire_allocation, 1});
+    return export_placeholder(shareable_name_prefix, {&entire_allocation, 1});
 }
 
 int import_shareable(int fd) {
@@ -292,8 +292,8 @@ int import_shareable(int fd) {
         return -EINVAL;
     }
     ImportedDmabuf imported;
-    const int result = import_descriptor(std::string_view(fd_name.name).substr(shareable_name_prefix.size()),
-                                         get_file_size(fd), &imported);
+    const int result = import_placeholder(std::string_view(fd_name.name).substr(shareable_name_prefix.size()),
+                                          get_file_size(fd), &imported);
     if (result != 0 || imported.extents.size() != 1) {
         return result != 0 ? result : -EINVAL;
     }
@@ -340,8 +340,8 @@ int import_dmabuf(int fd, ImportedDmabuf* imported) {
     imported->attachment = Fd(attachment_fd);
     const FdName fd_name = read_fd_name(fd);
     if (fd_name.name.starts_with(dmabuf_name_prefix)) {
-        return import_descriptor(std::string_view(fd_name.name).substr(dmabuf_name_prefix.size()), length_bytes,
-                                 imported);
+        return import_placeholder(std::string_view(fd_name.name).substr(dmabuf_name_prefix.size()), length_bytes,
+                                  imported);
     }
     const int memory_fd = reopen(fd, O_RDWR);
     if (memory_fd < 0) {
@@ -378,7 +378,7 @@ bool has_other_references(int fd) {
         std::lock_guard lock(export_table.mutex);
         drop_unreferenced_exports(&export_table);
     }
-    return has_other_opens(fd);
+    return is_opened_elsewhere(fd);
 }
 
 } // namespace gdrkit::twin

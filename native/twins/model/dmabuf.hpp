@@ -29,7 +29,7 @@ struct Extent {
 // owns, or -errno.
 int export_dmabuf(std::span<const Extent> extents);
 
-// Export like export_dmabuf, but always create a second memfd for the dma-buf (a descriptor memfd), and store the `id`
+// Export like export_dmabuf, but always create a placeholder for the dma-buf (a second memfd), and store the `id`
 // that is_dmabuf_alive needs.
 int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id);
 // Return whether any process still has a descriptor of the dma-buf `id` open or has imported it.

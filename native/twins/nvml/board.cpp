@@ -37,7 +37,7 @@ int store_near_processors(const Gpu* gpu, unsigned word_count, unsigned long* wo
 
 // The settings of the twin's GPUs are off, and cannot be switched on.
 int accept_only_off(const Gpu* gpu, int state) {
-    return run_entry([&] {
+    return run_if_initialized([&] {
         if (find_gpu_number(gpu) < 0 || state < 0 || state > 1) {
             return invalid_argument;
         }

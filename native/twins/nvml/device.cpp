@@ -60,7 +60,7 @@ std::string format_pci_address(int number) {
 }
 
 template <typename Predicate> int find_gpu(Gpu** gpu, Predicate&& matches) {
-    return run_entry([&] {
+    return run_if_initialized([&] {
         if (gpu == nullptr) {
             return invalid_argument;
         }
@@ -75,7 +75,7 @@ template <typename Predicate> int find_gpu(Gpu** gpu, Predicate&& matches) {
 }
 
 int store_count(unsigned* count) {
-    return run_entry([&] {
+    return run_if_initialized([&] {
         if (count == nullptr) {
             return invalid_argument;
         }
@@ -339,7 +339,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetEccMode(const Gpu* gpu, int* current, int* pe
 
 // The GPUs are near to every processor that this thread may use.
 GDRKIT_NVML_ENTRY int nvmlSystemGetTopologyGpuSet(unsigned cpu, unsigned* count, Gpu** near_gpus) {
-    return run_entry([&] {
+    return run_if_initialized([&] {
         cpu_set_t allowed_cpus{};
         if (count == nullptr || cpu >= CPU_SETSIZE) {
             return invalid_argument;

@@ -20,7 +20,7 @@ int find_gpu_number(const Gpu* gpu);
 
 // Run the body of an exported function, and convert its exceptions to error codes, because no exception may reach a C
 // caller.
-template <typename Body> int run_entry(Body&& body) {
+template <typename Body> int run_if_initialized(Body&& body) {
     try {
         return is_initialized() ? static_cast<int>(std::forward<Body>(body)()) : uninitialized;
     } catch (const std::bad_alloc&) {
@@ -33,7 +33,7 @@ template <typename Body> int run_entry(Body&& body) {
 // Run the body of an exported function that queries one GPU and stores a result. The GPU's number is passed to the
 // body.
 template <typename Value, typename Body> int run_gpu_entry(const Gpu* gpu, Value* result, Body&& body) {
-    return run_entry([&] {
+    return run_if_initialized([&] {
         const int number = find_gpu_number(gpu);
         return number < 0 || result == nullptr ? invalid_argument : std::forward<Body>(body)(number);
     });

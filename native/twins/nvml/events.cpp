@@ -70,7 +70,7 @@ int wait_for_timeout(const EventSet* set, unsigned timeout_ms) {
 
 // Check the version of a request of system events, and run the body of the function.
 template <typename Request, typename Body> int run_system_entry(Request* request, Body&& body) {
-    return run_entry([&]() -> int {
+    return run_if_initialized([&]() -> int {
         if (request == nullptr) {
             return invalid_argument;
         }
@@ -81,11 +81,11 @@ template <typename Request, typename Body> int run_system_entry(Request* request
 } // namespace
 
 GDRKIT_NVML_ENTRY int nvmlEventSetCreate(EventSet** set) {
-    return run_entry([&] { return create_set(set); });
+    return run_if_initialized([&] { return create_set(set); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlEventSetFree(const EventSet* set) {
-    return run_entry([&] { return free_set(set); });
+    return run_if_initialized([&] { return free_set(set); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedEventTypes(const Gpu* gpu, std::uint64_t* types) {
@@ -99,11 +99,11 @@ GDRKIT_NVML_ENTRY int nvmlDeviceRegisterEvents(const Gpu* gpu, std::uint64_t typ
 }
 
 GDRKIT_NVML_ENTRY int nvmlEventSetWait(const EventSet* set, void*, unsigned timeout_ms) {
-    return run_entry([&] { return wait_for_timeout(set, timeout_ms); });
+    return run_if_initialized([&] { return wait_for_timeout(set, timeout_ms); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlEventSetWait_v2(const EventSet* set, void*, unsigned timeout_ms) {
-    return run_entry([&] { return wait_for_timeout(set, timeout_ms); });
+    return run_if_initialized([&] { return wait_for_timeout(set, timeout_ms); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemEventSetCreate(SystemEventSetRequest* request) {

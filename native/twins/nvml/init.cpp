@@ -115,11 +115,11 @@ GDRKIT_NVML_ENTRY const char* nvmlErrorString(int code) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemGetDriverVersion(char* buffer, unsigned length_bytes) {
-    return run_entry([&] { return store_text(driver_version_text, buffer, length_bytes); });
+    return run_if_initialized([&] { return store_text(driver_version_text, buffer, length_bytes); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemGetDriverBranch(DriverBranch* branch, unsigned length_bytes) {
-    return run_entry([&] {
+    return run_if_initialized([&] {
         if (branch == nullptr) {
             return invalid_argument;
         }
@@ -131,7 +131,7 @@ GDRKIT_NVML_ENTRY int nvmlSystemGetDriverBranch(DriverBranch* branch, unsigned l
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemGetNVMLVersion(char* buffer, unsigned length_bytes) {
-    return run_entry([&] { return store_text(library_version_text, buffer, length_bytes); });
+    return run_if_initialized([&] { return store_text(library_version_text, buffer, length_bytes); });
 }
 
 // These two functions also work before nvmlInit_v2, as documented.
@@ -144,7 +144,7 @@ GDRKIT_NVML_ENTRY int nvmlSystemGetCudaDriverVersion_v2(int* version) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemGetProcessName(unsigned pid, char* buffer, unsigned length_bytes) {
-    return run_entry([&] {
+    return run_if_initialized([&] {
         if (buffer == nullptr || length_bytes == 0) {
             return invalid_argument;
         }
@@ -159,7 +159,7 @@ GDRKIT_NVML_ENTRY int nvmlSystemGetProcessName(unsigned pid, char* buffer, unsig
 }
 
 GDRKIT_NVML_ENTRY int nvmlUnitGetCount(unsigned* count) {
-    return run_entry([&] {
+    return run_if_initialized([&] {
         if (count == nullptr) {
             return invalid_argument;
         }

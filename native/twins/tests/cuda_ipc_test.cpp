@@ -68,7 +68,7 @@ void test_imported_memory_outlives_free_by_owner() {
     EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &exported_handle, pointer);
     EXPECT_RESULT(invalid_value, "cuMemFree_v2", pointer);
     CHECK(query_buffer_id(pointer) != 0);
-    // A small allocation has the same offset in its page as in the owner.
+    // The range of a small imported allocation begins at its pointer.
     u64 small_pointer = 0, base = 0, length = 0;
     EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &small_pointer, small_handle, lazy_peer_access);
     EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, small_pointer);
@@ -109,7 +109,8 @@ void test_invalid_handles_are_refused() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// Return a copy of the handle that names the control service of this process instead of the owner's.
+// Return a copy of the handle with another owner, the control service of this process: cuIpcOpenMemHandle then sends
+// its request to a handler of this test.
 IpcHandle redirect_to_this_process(IpcHandle handle) {
     constexpr std::size_t owner_offset = 8, checksum_offset = 56;
     const std::uint64_t service_id = read_control_service_id();

@@ -300,7 +300,7 @@ void test_peer_copy_waits_for_all_streams() {
     EXPECT_SUCCESS("cuMemcpyPeer", to, second_context, from, second_context, length_bytes);
     EXPECT_SUCCESS("cuCtxSetCurrent", second_context);
     EXPECT_SUCCESS("cuMemcpyDtoHAsync_v2", bytes, to, length_bytes, reader);
-    // If the reader did not wait for the copy, it would be done within this time.
+    // Without a wait for the peer copy, the copy in `reader` would be done within this time.
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
     while (std::chrono::steady_clock::now() < deadline) {
         EXPECT_RESULT(not_ready, "cuStreamQuery", reader);

@@ -28,8 +28,8 @@ public:
     // at once. io_depth < 0: it claims batches of at most -io_depth submissions, and holds an incomplete batch for
     // `timeout_ns`. The caller keeps the memory mapped for longer than the ring exists.
     //
-    // Returns 0, -ENOMEM or -EINVAL. -EINVAL: no ring has `bytes` bytes, a batch of io_depth exceeds the entries of the
-    // ring, timeout_ns is negative, or the indices in the memory are out of range.
+    // Returns 0, -ENOMEM or -EINVAL. -EINVAL: `bytes` is not the size of a ring, a batch of io_depth exceeds the
+    // entries of the ring, timeout_ns is negative, or the indices in the memory are out of range.
     static int attach(void* memory, std::size_t bytes, std::int32_t io_depth, std::int64_t timeout_ns,
                       std::unique_ptr<AgentRing>& ring) noexcept;
     // Announces to the application that no more completions come, and wakes the application.

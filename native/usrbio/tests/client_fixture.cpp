@@ -7,8 +7,8 @@ using namespace gdrkit::usrbio::test;
 extern "C" int __real_shm_open(const char* name, int flags, mode_t mode);
 extern "C" int __wrap_shm_open(const char* name, int flags, mode_t mode) {
     if ((flags & O_CREAT) != 0) {
-        const std::lock_guard lock(created_names_mutex);
-        created_names.emplace_back(name);
+        const std::lock_guard lock(created_shm_names_mutex);
+        created_shm_names.emplace_back(name);
     }
     return __real_shm_open(name, flags, mode);
 }
@@ -19,8 +19,8 @@ extern "C" int __wrap_linkat(int old_folder, const char* old_path, int new_folde
     const int status = __real_linkat(old_folder, old_path, new_folder, new_path, flags);
     const std::string_view folder = "/dev/shm";
     if (status == 0 && std::string_view(new_path).starts_with(folder)) {
-        const std::lock_guard lock(created_names_mutex);
-        created_names.emplace_back(new_path + folder.size());
+        const std::lock_guard lock(created_shm_names_mutex);
+        created_shm_names.emplace_back(new_path + folder.size());
     }
     return status;
 }

@@ -23,14 +23,14 @@ namespace gdrkit::usrbio::test {
 
 // Names of all shared memory that this process has created. The tests count these names and not the files in /dev/shm,
 // because other processes also have files there.
-inline std::mutex created_names_mutex;
-inline std::vector<std::string> created_names;
+inline std::mutex created_shm_names_mutex;
+inline std::vector<std::string> created_shm_names;
 
 // Returns how many of the names still exist.
-inline std::size_t count_shared_memory() {
-    const std::lock_guard lock(created_names_mutex);
+inline std::size_t count_existing_shm_names() {
+    const std::lock_guard lock(created_shm_names_mutex);
     return static_cast<std::size_t>(
-        std::count_if(created_names.begin(), created_names.end(),
+        std::count_if(created_shm_names.begin(), created_shm_names.end(),
                       [](const std::string& name) { return std::filesystem::exists("/dev/shm" + name); }));
 }
 
@@ -91,7 +91,7 @@ struct Session {
     hf3fs_iov iov{};
     hf3fs_ior read_ring{};
     hf3fs_ior write_ring{};
-    int registered_fd = 0; // The result of hf3fs_reg_fd: the negative of the library's duplicate descriptor.
+    int registered_fd = 0; // Returned by hf3fs_reg_fd: -fd, where fd is the library's duplicate of the descriptor.
 };
 
 } // namespace gdrkit::usrbio::test

@@ -123,7 +123,7 @@ void test_wait_ends_at_count_or_deadline() {
 }
 
 void test_agent_death_fails_operations() {
-    const std::size_t memory_count_before = count_shared_memory();
+    const std::size_t memory_count_before = count_existing_shm_names();
     {
         Mount mount;
         auto agent = std::make_unique<Agent>(mount);
@@ -172,7 +172,7 @@ void test_agent_death_fails_operations() {
         CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), -EREMOTEIO);
         new_agent.reply_malformed = false;
     }
-    CHECK_EQUAL(count_shared_memory(), memory_count_before);
+    CHECK_EQUAL(count_existing_shm_names(), memory_count_before);
 }
 
 // A thread that waits for one completion without a deadline. The thread sleeps when the constructor returns.

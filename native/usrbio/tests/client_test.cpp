@@ -23,7 +23,7 @@ using namespace gdrkit::usrbio::test;
 namespace {
 
 void test_iov_is_published_and_removed() {
-    const std::size_t memory_count_before = count_shared_memory();
+    const std::size_t memory_count_before = count_existing_shm_names();
     Mount mount;
     Agent agent(mount);
     hf3fs_iov iov{};
@@ -36,7 +36,7 @@ void test_iov_is_published_and_removed() {
     Uuid id;
     std::memcpy(id.data(), iov.id, 16);
     CHECK(mount.links() == std::vector<std::string>{to_string(id) + ".b4096"});
-    CHECK_EQUAL(count_shared_memory(), memory_count_before + 1);
+    CHECK_EQUAL(count_existing_shm_names(), memory_count_before + 1);
 
     hf3fs_iov opened_iov{};
     CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 10000, 0, -1), -ENOENT);
@@ -45,7 +45,7 @@ void test_iov_is_published_and_removed() {
     iov.base[9999] = 42;
     CHECK_EQUAL(opened_iov.base[9999], 42);
     hf3fs_iovunlink(&opened_iov); // Does nothing, because `opened_iov` did not create the memory.
-    CHECK_EQUAL(count_shared_memory(), memory_count_before + 1);
+    CHECK_EQUAL(count_existing_shm_names(), memory_count_before + 1);
     // A process that opens its own iov borrows it too, once for each open.
     hf3fs_iov second_opened_iov{};
     CHECK_EQUAL(hf3fs_iovopen(&second_opened_iov, id.data(), mount.path(), 10000, 4096, -1), 0);
@@ -63,7 +63,7 @@ void test_iov_is_published_and_removed() {
 
     hf3fs_iov stale_copy = iov;
     hf3fs_iovunlink(&iov);
-    CHECK_EQUAL(count_shared_memory(), memory_count_before);
+    CHECK_EQUAL(count_existing_shm_names(), memory_count_before);
     iov.base[0] = 1;
     CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 10000, 4096, -1), -ENOENT);
     hf3fs_iovdestroy(&iov);
@@ -75,7 +75,7 @@ void test_iov_is_published_and_removed() {
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 10000, 0, -1), -EPERM);
     hf3fs_ior ior{};
     CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 4, true, 0, -1), -EPERM);
-    CHECK_EQUAL(count_shared_memory(), memory_count_before);
+    CHECK_EQUAL(count_existing_shm_names(), memory_count_before);
     const std::string link_path = mount.link(to_string(id));
     CHECK_EQUAL(symlink("/etc/passwd", link_path.c_str()), 0);
     CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 1, 0, -1), -EINVAL);
@@ -132,13 +132,13 @@ void test_wrapped_memory_has_the_block_size_of_its_link() {
 void test_ring_name_contains_its_attributes() {
     Mount mount;
     Agent agent(mount);
-    const std::size_t memory_count_before = count_shared_memory();
+    const std::size_t memory_count_before = count_existing_shm_names();
     hf3fs_ior ior{};
     const auto check_name_and_destroy = [&](const char* suffix) {
         const auto links = mount.links();
         CHECK_EQUAL(links.size(), 1u);
         CHECK(links[0].substr(36) == suffix);
-        CHECK_EQUAL(count_shared_memory(), memory_count_before);
+        CHECK_EQUAL(count_existing_shm_names(), memory_count_before);
         hf3fs_iordestroy(&ior);
         hf3fs_iordestroy(&ior);
         CHECK(mount.links().empty());
@@ -350,10 +350,10 @@ void test_memory_gets_no_name_if_the_agent_has_ended() {
     {
         Agent agent(mount); // The socket of the agent stays.
     }
-    const std::size_t names_count_before = created_names.size();
+    const std::size_t names_count_before = created_shm_names.size();
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), -EREMOTEIO);
-    CHECK_EQUAL(created_names.size(), names_count_before);
+    CHECK_EQUAL(created_shm_names.size(), names_count_before);
 }
 
 void test_link_without_agent_is_removed_when_next_agent_dies() {

@@ -1,4 +1,4 @@
-// Tests of the GPU pool without a device: sizes of blocks, limits, and the values of the environment variables.
+// Tests of the GPU pool without a device: sizes of blocks, limits, and the environment variable with the limit.
 #include <cstdlib>
 
 #include "tests/check.hpp"
@@ -10,7 +10,7 @@ using namespace gdrkit::usrbio;
 
 constexpr std::size_t kib = 1024, mib = 1 << 20;
 
-void test_blocks_grow_in_powers_of_two_then_in_halves() {
+void test_blocks_are_powers_of_two_or_three_halves_of_them() {
     CHECK_EQUAL(choose_pool_block_bytes(1), 64 * kib);
     CHECK_EQUAL(choose_pool_block_bytes(64 * kib), 64 * kib);
     CHECK_EQUAL(choose_pool_block_bytes(64 * kib + 1), 128 * kib);
@@ -25,7 +25,7 @@ void test_blocks_grow_in_powers_of_two_then_in_halves() {
     }
 }
 
-void test_limit_of_the_environment_admits_smaller_blocks() {
+void test_pool_admits_blocks_up_to_its_limit() {
     CHECK_EQUAL(get_pool_statistics().idle_bytes_max, 3 * mib);
     CHECK(may_use_pool(3 * mib) && !may_use_pool(3 * mib + 1) && !may_use_pool(SIZE_MAX));
     set_pool_limits(0, 1);
@@ -36,12 +36,14 @@ void test_limit_of_the_environment_admits_smaller_blocks() {
 
 } // namespace
 
-int main(int count, char**) {
-    if (count > 1) { // This is a second process without the variable, because a process reads the variable only once.
+int main(int argc, char**) {
+    // CTest starts the program a second time, with an argument, for the default without GDRKIT_USRBIO_GPU_POOL_BYTES: a
+    // process reads that variable only once.
+    if (argc > 1) {
         CHECK_EQUAL(get_pool_statistics().idle_bytes_max, 256 * mib);
         return 0;
     }
     setenv("GDRKIT_USRBIO_GPU_POOL_BYTES", "3145728", 1);
-    test_blocks_grow_in_powers_of_two_then_in_halves();
-    test_limit_of_the_environment_admits_smaller_blocks();
+    test_blocks_are_powers_of_two_or_three_halves_of_them();
+    test_pool_admits_blocks_up_to_its_limit();
 }

@@ -41,7 +41,7 @@ std::string get_file_name(const Mount& mount, const hf3fs_iov& iov) {
 }
 
 void test_next_iov_gets_the_memory_with_zeros() {
-    const std::size_t memory_count_before = count_shared_memory();
+    const std::size_t memory_count_before = count_existing_shm_names();
     Mount mount;
     Agent agent(mount);
     agent.keeps_registrations = true;
@@ -51,7 +51,7 @@ void test_next_iov_gets_the_memory_with_zeros() {
     hf3fs_iovdestroy(&iov);
     CHECK(mount.links().empty());
     CHECK_EQUAL(agent.kept_count.load(), 1);
-    CHECK_EQUAL(count_shared_memory(), memory_count_before + 1);
+    CHECK_EQUAL(count_existing_shm_names(), memory_count_before + 1);
     hf3fs_iov larger_iov = create_filled_iov(mount, 2 * iov_bytes);
     hf3fs_iov bound_iov = create_filled_iov(mount, iov_bytes, 0);
     CHECK(get_file_name(mount, larger_iov) != file && get_file_name(mount, bound_iov) != file);
@@ -63,18 +63,18 @@ void test_next_iov_gets_the_memory_with_zeros() {
     CHECK_EQUAL(agent.publications.load(), 1);
     hf3fs_iovdestroy(&iov);
     // The thread of the pool frees memory that is idle for 3 s.
-    wait_until_true([&] { return count_shared_memory() == memory_count_before; });
+    wait_until_true([&] { return count_existing_shm_names() == memory_count_before; });
     wait_until_true([&] { return agent.connections == 0; });
     CHECK_EQUAL(agent.kept_count.load(), 1); // This agent still counts the registration that the second iov used again.
 }
 
 void test_memory_is_not_kept_without_name_or_agent() {
-    const std::size_t memory_count_before = count_shared_memory();
+    const std::size_t memory_count_before = count_existing_shm_names();
     Mount mount;
     {
         hf3fs_iov iov = create_filled_iov(mount);
         hf3fs_iovdestroy(&iov);
-        CHECK_EQUAL(count_shared_memory(), memory_count_before);
+        CHECK_EQUAL(count_existing_shm_names(), memory_count_before);
     }
     Agent agent(mount);
     hf3fs_iov iov = create_filled_iov(mount);
@@ -87,7 +87,7 @@ void test_memory_is_not_kept_without_name_or_agent() {
     hf3fs_iovdestroy(&iov);
     iov = create_filled_iov(mount, 16 * mib + 1); // More than the limit of idle bytes.
     hf3fs_iovdestroy(&iov);
-    CHECK_EQUAL(count_shared_memory(), memory_count_before);
+    CHECK_EQUAL(count_existing_shm_names(), memory_count_before);
     CHECK_EQUAL(agent.kept_count.load(), 0);
 }
 

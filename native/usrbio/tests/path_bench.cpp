@@ -114,7 +114,7 @@ void run_turn(const Settings& settings, const char* name, int round, std::size_t
 void measure_points(const Settings& settings, const Cuda* cuda, int file, int peer_file, std::uint64_t size) {
     std::minstd_rand random(1);
     for (const auto& [bytes, depth] : settings.points) {
-        PathReads path(settings.mount, cuda, file, depth, bytes);
+        UsrbioReads path(settings.mount, cuda, file, depth, bytes);
         UringReads uring(peer_file, depth, bytes);
         std::uniform_int_distribution<std::uint64_t> blocks(0, size / bytes - 1);
         const auto next_offset = [&, bytes = bytes] { return blocks(random) * bytes; };
@@ -179,8 +179,8 @@ void measure(const Settings& settings, int file, std::uint64_t size) {
         measure_points(settings, cuda.get(), file, peer_file, size);
         return;
     }
-    PathReads small(settings.mount, cuda.get(), file, small_depth, small_bytes);
-    PathReads large(settings.mount, cuda.get(), file, large_depth, large_bytes);
+    UsrbioReads small(settings.mount, cuda.get(), file, small_depth, small_bytes);
+    UsrbioReads large(settings.mount, cuda.get(), file, large_depth, large_bytes);
     UringReads uring(file, small_depth, small_bytes);
     BareCopies bare_small(file, small_depth, small_bytes, settings.cores);
     BareCopies bare_large(file, large_depth, large_bytes, settings.cores);

@@ -56,10 +56,10 @@ struct Cuda {
     }
 };
 
-// Reads of `bytes` bytes through the path, with `depth` reads in flight.
-class PathReads {
+// Reads of `bytes` bytes through the client library and the agent, with `depth` reads in flight.
+class UsrbioReads {
 public:
-    PathReads(const std::string& mount_path, const Cuda* cuda, int file, unsigned depth, std::size_t bytes)
+    UsrbioReads(const std::string& mount_path, const Cuda* cuda, int file, unsigned depth, std::size_t bytes)
         : cuda_(cuda), file_(file), depth_(depth), bytes_(bytes), offsets_(depth) {
         const char* const mount = mount_path.c_str();
         check_result("hf3fs_iovcreate", cuda != nullptr ? hf3fs_iovcreate_gpu(&iov_, mount, depth * bytes, 0, 0)
@@ -71,12 +71,12 @@ public:
             free_buffers_.push_back(buffer);
         }
     }
-    ~PathReads() {
+    ~UsrbioReads() {
         hf3fs_iordestroy(&ior_);
         cuda_ != nullptr ? hf3fs_iovdestroy_gpu(&iov_) : hf3fs_iovdestroy(&iov_);
     }
-    PathReads(const PathReads&) = delete;
-    PathReads& operator=(const PathReads&) = delete;
+    UsrbioReads(const UsrbioReads&) = delete;
+    UsrbioReads& operator=(const UsrbioReads&) = delete;
 
     // Submits reads until `depth` are in flight, each at the offset that next_offset() returns. Then waits for at least
     // `count_min` completions and returns the number of completions.

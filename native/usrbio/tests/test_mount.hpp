@@ -32,7 +32,7 @@ public:
     const char* path() const noexcept { return path_.c_str(); }
     std::string file(const std::string& name) const { return path_ + "/" + name; }
     std::string link(const std::string& name) const { return make_link_path(path_.c_str(), name); }
-    std::vector<std::string> links() const; // Names of the links of publications.
+    std::vector<std::string> links() const; // Names of the links by which clients have published iovs and rings.
     // Submit semaphore of a priority: 0 high, 1 normal, 2 low.
     sem_t* submit_semaphore(int priority) const noexcept { return semaphores_[priority]; }
 
@@ -53,18 +53,20 @@ public:
     // After hold(true), the agent claims no operation from the rings until hold(false). When hold() returns, all
     // operations claimed before have completed.
     void hold(bool is_held);
-    // Whether the agent reports agent_feature_keep. The agent then counts in `kept_count` the publications that it
-    // keeps.
+    // If true, the agent reports agent_feature_keep: after an unpublish, it keeps the registration of the memory for
+    // the next iov. `kept_count` is the number of these registrations.
     std::atomic<bool> keeps_registrations{false};
     std::atomic<int> kept_count{0};
-    std::atomic<bool> refuses_while_kept{false}; // Publications fail with EDQUOT as long as registrations are kept; the
-                                                 // end of a registration takes 5 ms.
-    std::atomic<bool> reply_malformed{false};    // The replies have a wrong sequence.
+    // If true, a publish request fails with EDQUOT while the agent keeps registrations. Each deregistration takes 5 ms.
+    std::atomic<bool> refuses_while_kept{false};
+    std::atomic<bool> reply_malformed{false};    // The replies carry a wrong sequence number.
     std::atomic<bool> close_at_unpublish{false}; // The agent closes the connection at the next unpublish.
     std::atomic<int> files{0};                   // Number of registered files.
-    std::atomic<int> publications{0};
-    std::atomic<int> borrows{0}; // Number of borrowed names, summed over all clients.
-    std::atomic<int> connections{0};
+    std::atomic<int> publications{0};            // Number of publications that exist.
+    // Number of borrowed names, summed over all clients. A client borrows the publication of another process to use its
+    // memory.
+    std::atomic<int> borrows{0};
+    std::atomic<int> connections{0}; // Number of connected clients.
 
 private:
     struct Buffer {
@@ -84,7 +86,7 @@ private:
     void accept_clients();
     void serve(Client& client);
     int handle_request(Client& client, const AgentHeader& header, const std::byte* payload, const int* fds,
-                       std::uint64_t& value);
+                       std::uint64_t& reply_value);
     int publish(Client& client, const std::byte* payload, std::size_t length, int unnamed_fd);
     void unpublish(Client& client, std::string name);
     int borrow(Client& client, const std::byte* payload);

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from meta.defects.proof import PROOF_PATCHES
+from meta.defects.proof import NATIVE_PROOF_DEFECTS
 from meta.defects.usrbio import NATIVE_DEFECTS
 from meta.mutants.patches import apply_patch
 
@@ -20,7 +20,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 def main(folder: Path) -> None:
     """Write the patched files. Leave a file with the right contents as it is, so that it is not compiled again."""
-    for defect in (*NATIVE_DEFECTS, *PROOF_PATCHES):
+    for defect in (*NATIVE_DEFECTS, *NATIVE_PROOF_DEFECTS):
         _, source = apply_patch(defect.patch, _ROOT)
         path = folder / defect.patch.name / defect.patch.file
         if not path.is_file() or path.read_text() != source:

@@ -1,7 +1,7 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
-"""Defects with which gdrkit claims a path that no byte has proved, one function or patch each.
+"""Defects that make gdrkit report a path as proven that no transfer has proven. Each is one function or one patch.
 
-``meta.defects.run`` calls each function with the imported module of gdrkit.
+``meta.defects.run`` imports the module that a defect changes, and passes that module to the function.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from meta.defects.defect import NativeDefect
 from meta.mutants.patches import Patch
 
 __all__ = [
-    "NIC_NOT_ASKED",
-    "PROOF_PATCHES",
+    "NATIVE_PROOF_DEFECTS",
+    "NIC_NOT_CHECKED",
     "READ_NOT_FLUSHED",
     "accept_registered_gpu",
-    "call_loopback_wire",
     "ignore_counters",
     "leave_out_flush",
+    "report_loopback_as_wire",
     "use_every_nic",
 ]
 
@@ -27,25 +27,25 @@ READ_NOT_FLUSHED = NativeDefect(
     Patch("read_not_flushed", "native/usrbio/client/io.cpp", "count > 0 && has_context_to_flush()", "false"),
     "`hf3fs_wait_for_ios` does not flush the writes of NICs",
 )
-NIC_NOT_ASKED = NativeDefect(
+NIC_NOT_CHECKED = NativeDefect(
     Patch(
-        "nic_not_asked",
+        "nic_not_checked",
         "native/usrbio/client/gpu_api.cpp",
         " == cuda::success && is_reached_by_nic(uuid)",
         " == cuda::success",
     ),
-    "`hf3fs_gdr_available` does not ask for a NIC",
+    "`hf3fs_gdr_available` does not check that a NIC reaches the GPU",
 )
-PROOF_PATCHES = (READ_NOT_FLUSHED, NIC_NOT_ASKED)
+NATIVE_PROOF_DEFECTS = (READ_NOT_FLUSHED, NIC_NOT_CHECKED)
 
 
 def ignore_counters(routes: Any) -> None:
-    """a route is proven if the process loaded the hardware's libraries, without the port counters"""
+    """a route is proven if the process loaded the hardware's libraries; the port counters are ignored"""
     routes._explain_missing_proof = lambda record, _route, apis: routes._explain_substrate_of_record(record, apis)
 
 
-def call_loopback_wire(reach: Any) -> None:
-    """a measurement with one NIC at both ends is called wire"""
+def report_loopback_as_wire(reach: Any) -> None:
+    """each measurement is reported as one over the wire, also with one NIC at both ends"""
     original_function = reach._Measurement.run
 
     def run(self: Any, route: Any) -> Any:

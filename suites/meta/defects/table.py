@@ -289,7 +289,7 @@ _DEFECTS = (
         f"{_PROOF}test_loopback_is_not_called_wire",
         "the path is TransferPath.WIRE",
         "gdrkit.registration.reach",
-        proof.call_loopback_wire,
+        proof.report_loopback_as_wire,
     ),
     Defect(
         "r",
@@ -317,7 +317,7 @@ _DEFECTS = (
         f"{_PROOF}test_client_library_is_available_only_if_bytes_moved",
         "GDR is available although no bytes moved",
         "native/usrbio/client/gpu_api.cpp",
-        proof.NIC_NOT_ASKED,
+        proof.NIC_NOT_CHECKED,
     ),
     Defect(
         "t",
