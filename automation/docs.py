@@ -22,9 +22,9 @@ def build_site(run_bin: Path) -> int:
 
     A warning, such as a link to a page or heading that does not exist, is an error.
     """
-    docs = ensure_environment("docs", python=find_interpreter()[0], requirements=DOCS_REQUIREMENTS)
+    docs_bin = ensure_environment("docs", python=find_interpreter()[0], requirements=DOCS_REQUIREMENTS)
     # gdrkit is imported from the environment `run`, and Sphinx from `docs`. Both environments have the same Python.
-    environ = prepend_to_pythonpath(next(docs.parent.glob("lib/python*/site-packages")))
+    environ = prepend_to_pythonpath(next(docs_bin.parent.glob("lib/python*/site-packages")))
     python, pages, html_folder = str(run_bin / "python"), _SITE / "pages", _SITE / "html"
     shutil.rmtree(html_folder, ignore_errors=True)
     sphinx = [python, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-j", "2", "-d", str(_SITE / "cache")]

@@ -64,7 +64,7 @@ def make_pytest_command(run_bin: Path) -> list[str]:
 
 
 def add_default_cases(arguments: Sequence[str], *default: str) -> list[str]:
-    """Return `arguments` for pytest, after the `default` cases if the arguments name no cases.
+    """Return `arguments` for pytest. If the arguments name no cases, the `default` cases stand before them.
 
     An argument names cases if it is a path below suites/ or hardware/. ``--ignore=suites/meta`` and the path of a
     records file do not name cases.
@@ -80,7 +80,10 @@ def run_suites(
     *launcher: str,
     measures_coverage: bool = False,
 ) -> None:
-    """Run the cases of each part in a separate process, several at the same time, and end the session.
+    """Run the cases of each part in a separate process, several at the same time, and report the failures.
+
+    If the setup of a part is missing (code 3) or pytest refuses an option (code 4), nox ends with 3 or 2. If a part
+    failed for another reason, the session fails, and nox continues with the next session.
 
     A session with arguments does not call this function: it runs a single process with these arguments. With
     `measures_coverage` the function prints which share of the statements of gdrkit the pytest processes executed. The
@@ -107,10 +110,11 @@ def run_suites(
 
 
 def _print_coverage(run_bin: Path) -> None:
-    coverage = [str(run_bin / "python"), "-m", "coverage"]
-    call([*coverage, "combine", "--quiet", *_COVERAGE_OPTIONS])
-    total = get_output([*coverage, "report", "--format=total", "--precision=1", *_COVERAGE_OPTIONS]).strip()
-    print_line(f"the suites executed {total} % of the statements of gdrkit, not counting child processes")
+    coverage_command = [str(run_bin / "python"), "-m", "coverage"]
+    call([*coverage_command, "combine", "--quiet", *_COVERAGE_OPTIONS])
+    report_command = [*coverage_command, "report", "--format=total", "--precision=1", *_COVERAGE_OPTIONS]
+    executed_percent = get_output(report_command).strip()
+    print_line(f"the suites executed {executed_percent} % of the statements of gdrkit, not counting child processes")
     data_file = os.path.relpath(_COVERAGE_FILE, ROOT)
     print_line(f"the details: {os.path.relpath(run_bin, ROOT)}/coverage report --data-file={data_file}")
 

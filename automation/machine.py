@@ -28,7 +28,7 @@ PYTHON_VERSION_MIN = (3, 11)
 
 
 def find_hardware() -> dict[str, list[str]]:
-    """Return, for each API, a list with a text about the driver and about each device in sysfs and procfs.
+    """Return, for each API, one text for each driver or device that sysfs and procfs show.
 
     All lists are empty on a machine without RDMA devices and GPUs.
     """
@@ -47,7 +47,7 @@ def find_hardware() -> dict[str, list[str]]:
 
 
 def may_load_rxe() -> bool:
-    """Return whether this user may load the module rdma_rxe, and it and its tools are here. Do not load it."""
+    """Return whether this user is root, and the module rdma_rxe and its tools are installed. Do not load the module."""
     has_tools = all(map(shutil.which, ("modprobe", "ip", "rdma")))
     return os.geteuid() == 0 and has_tools and subprocess.call(["modprobe", "-nq", "rdma_rxe"]) == 0
 

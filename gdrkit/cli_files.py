@@ -100,11 +100,11 @@ def copy(
             check=check,
             on_progress=update_progress,
         )
-    substrate = _find_cuda_substrates()
+    substrate_by_api = _find_cuda_substrates()
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(copy_result), "substrate": substrate}, indent=2))
+        click.echo(json.dumps({**dataclasses.asdict(copy_result), "substrate": substrate_by_api}, indent=2))
         return 0
-    for line in _describe_copy(copy_result, substrate):
+    for line in _describe_copy(copy_result, substrate_by_api):
         click.echo(line)
     return 0
 
@@ -194,19 +194,19 @@ def storage(
             update_progress(len(points_so_far), total)
 
         points = speed.measure(plan, on_point=on_point)
-    substrate = _find_cuda_substrates()
+    substrate_by_api = _find_cuda_substrates()
     if plot is not None:
-        write_plot(plot, _make_plot(points, plan, substrate))
+        write_plot(plot, _make_plot(points, plan, substrate_by_api))
     if as_json:
         result = {
             "file_bytes": plan.file_bytes,
             "device_index": None if host else plan.device_index,
-            "substrate": substrate,
+            "substrate": substrate_by_api,
             "points": [dataclasses.asdict(point) for point in points],
         }
         click.echo(json.dumps(result, indent=2))
         return 0
-    _print_points(points, substrate)
+    _print_points(points, substrate_by_api)
     if plot is not None:
         click.echo(f"Plot: {plot}")
     return 0
@@ -231,42 +231,42 @@ def _find_cuda_substrates() -> dict[str, str]:
     return {api: substrate.value for api, substrate in sorted(substrates.items()) if api in {"cuda", "cufile"}}
 
 
-def _make_caveat(substrate: dict[str, str]) -> str:
+def _make_caveat(substrate_by_api: dict[str, str]) -> str:
     """Return the reason why measured rates do not describe this machine, or an empty text if they do."""
     from gdrkit.report.substrate import Substrate, describe
 
     substrate_texts = [
-        f"{api}: {describe(Substrate(value))}" for api, value in substrate.items() if value != "hardware"
+        f"{api}: {describe(Substrate(value))}" for api, value in substrate_by_api.items() if value != "hardware"
     ]
     return f"{', '.join(substrate_texts)}; the rates do not describe this machine" if substrate_texts else ""
 
 
-def _describe_copy(copy_result: CopyResult, substrate: dict[str, str]) -> Iterator[str]:
+def _describe_copy(copy_result: CopyResult, substrate_by_api: dict[str, str]) -> Iterator[str]:
     from gdrkit.units import format_bytes
 
-    caveat = _make_caveat(substrate)
+    caveat = _make_caveat(substrate_by_api)
     rate_text = caveat or f"{copy_result.bytes / max(copy_result.duration_s, 1e-9) / 1e9:.2f} GB/s"
     check_text = ", every byte compared" if copy_result.is_checked else ""
     size_text = format_bytes(copy_result.bytes)
     yield f"{copy_result.destination}: {size_text} in {copy_result.duration_s:.2f} s ({rate_text}){check_text}"
-    yield f"  read by {_find_routes(copy_result.read)}"
-    yield f"  written by {_find_routes(copy_result.write)}"
+    yield f"  read by {_format_routes(copy_result.read)}"
+    yield f"  written by {_format_routes(copy_result.write)}"
     for reason in dict.fromkeys((copy_result.read.why_not_direct, copy_result.write.why_not_direct)):
         if reason:
             yield f"  not direct: {reason}"
 
 
-def _find_routes(totals: CopyTotals) -> str:
+def _format_routes(totals: CopyTotals) -> str:
     return ", ".join(sorted(totals.routes)) or "no route, because the file is empty"
 
 
-def _print_points(points: list[BenchmarkPoint], substrate: dict[str, str]) -> None:
+def _print_points(points: list[BenchmarkPoint], substrate_by_api: dict[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from gdrkit.units import format_bytes
 
-    caveat = _make_caveat(substrate)
+    caveat = _make_caveat(substrate_by_api)
     table = Table("operation", "transfer size", "GB/s", "median us", "CPU s/GiB", "route", box=None)
     for point in points:
         cells = ["-"] * 3
@@ -279,13 +279,13 @@ def _print_points(points: list[BenchmarkPoint], substrate: dict[str, str]) -> No
             click.echo(line)
 
 
-def _make_plot(points: list[BenchmarkPoint], plan: Any, substrate: dict[str, str]) -> Any:  # noqa: ANN401 - the types are imported in the function.
+def _make_plot(points: list[BenchmarkPoint], plan: Any, substrate_by_api: dict[str, str]) -> Any:  # noqa: ANN401 - the types are imported in the function.
     from gdrkit.report.plot import Line, Plot
     from gdrkit.units import format_bytes
 
     kinds = dict.fromkeys(point.kind for point in points)
     notes = [f"{point.kind}: {point.note}" for point in points if point.note]
-    note = "; ".join(dict.fromkeys(filter(None, [_make_caveat(substrate), *notes])))
+    note = "; ".join(dict.fromkeys(filter(None, [_make_caveat(substrate_by_api), *notes])))
     return Plot(
         title=f"Files of {format_bytes(plan.file_bytes)}: GB/s by the size of a transfer",
         note=note,

@@ -1,6 +1,7 @@
 """The documentation site: its settings for Sphinx, the pages that are made from the code, and the staging of documents.
 
-Unlike the other modules of `automation`, these run in the environment `.nox/run`, because they import gdrkit.
+The modules of this package import gdrkit, so they run in the environment `.nox/run`. Other modules of `automation` run
+outside it.
 """
 
 from __future__ import annotations

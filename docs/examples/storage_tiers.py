@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gdrkit.tiers import TierManager, configure
 
-with tempfile.TemporaryDirectory() as name:
-    folders = {tier: Path(name) / tier for tier in ("nvme", "hdd")}
+with tempfile.TemporaryDirectory() as parent_folder:
+    folders = {tier: Path(parent_folder) / tier for tier in ("nvme", "hdd")}
     for folder in folders.values():
         folder.mkdir()
     configuration = configure(tiers=[f"{tier}={folder}" for tier, folder in folders.items()], environ={})

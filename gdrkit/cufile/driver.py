@@ -69,9 +69,9 @@ class Driver:
     Parameters
     ----------
     timeout_s : float or None
-        A child process opens the driver first, because the open may hang (see :mod:`gdrkit.cufile.probe`). This is the
-        longest time for the child, in seconds. None: start no child. Use None only if another process kills this one
-        when it hangs.
+        Longest time for a child process, in seconds. The child opens the driver first, because the open may hang (see
+        :mod:`gdrkit.cufile.probe`). None: start no child. Use None only if another process kills this process when it
+        hangs.
 
     Raises
     ------

@@ -128,8 +128,8 @@ class FileHandle:
     ) -> PendingTransfer:
         """Queue a read on a CUDA stream; see :meth:`read`.
 
-        Transfers of memory that is registered with cuFile must be on one stream, because libcufile 1.15 in compat mode
-        mixes up the bytes of several streams.
+        All unfinished transfers of one registration of memory must be on the same stream, because libcufile 1.15 in
+        compat mode mixes up the bytes of several streams.
 
         Raises
         ------
@@ -178,12 +178,12 @@ class FileHandle:
         self._remove_close_callback()
         self._handle.release()
 
-    def _transfer(self, operation: str, function: str, part: BufferRange, file_offset_bytes: int) -> int:
+    def _transfer(self, operation: str, function_name: str, part: BufferRange, file_offset_bytes: int) -> int:
         transfer = part.at(file_offset_bytes)
         with transfer.memory.current():
             return _cufile.transfer(
                 operation,
-                function,
+                function_name,
                 fh=self.number,
                 bufPtr_base=transfer.address,
                 size=transfer.length_bytes,
@@ -192,7 +192,7 @@ class FileHandle:
             )
 
     def _transfer_vectors(
-        self, operation: str, function: str, parts: Sequence[BufferRange], file_offset_bytes: int
+        self, operation: str, function_name: str, parts: Sequence[BufferRange], file_offset_bytes: int
     ) -> int:
         if _cufile.library_version() < _layout.VECTORS_VERSION_MIN:
             raise _results.make_missing_function_error(operation, version=_cufile.format_version(), since="1.19")
@@ -205,11 +205,11 @@ class FileHandle:
         )
         with transfers[0].memory.current():
             return _cufile.transfer(
-                operation, function, fh=self.number, iov=vectors, file_offset=file_offset_bytes, flags=0
+                operation, function_name, fh=self.number, iov=vectors, file_offset=file_offset_bytes, flags=0
             )
 
     def _queue(
-        self, operation: str, function: str, stream: CudaStream, part: BufferRange, file_offset_bytes: int
+        self, operation: str, function_name: str, stream: CudaStream, part: BufferRange, file_offset_bytes: int
     ) -> PendingTransfer:
         transfer = part.at(file_offset_bytes)
         if find_registration(transfer.address) is None:
@@ -223,7 +223,9 @@ class FileHandle:
             self._pending.add(pending)
             try:
                 with stream.current():
-                    _cufile.call(operation, function, fh=self.number, **pending.call_arguments(), stream=stream.handle)
+                    _cufile.call(
+                        operation, function_name, fh=self.number, **pending.call_arguments(), stream=stream.handle
+                    )
             except BaseException:
                 self._pending.discard(pending)
                 raise

@@ -20,8 +20,8 @@ __all__ = [
     "Route",
     "TransferFailed",
     "TransferResult",
+    "error_without_failed_call",
     "short_transfer_error",
-    "unsuccessful_transfer_error",
 ]
 
 # The direct routes. If a direct path is required, a transfer over another route fails.
@@ -47,8 +47,8 @@ class TransferResult(NamedTuple):
     why_not_direct : str
         The reason why the bytes did not take a direct path; empty if they did, or if the caller did not want one.
     counters : mapping
-        The evidence of the route: the increase of the counters of libcufile or nvidia-fs. If transfers
-        ran at the same time, each has the increase that all of them caused. Empty if cuFile did not move the bytes.
+        The evidence of the route: the increase of the counters of libcufile or nvidia-fs. Other
+        transfers at the same time increase these counters, too. Empty if cuFile did not move the bytes.
     """
 
     bytes: int
@@ -79,7 +79,7 @@ class TransferFailed(ApiError):
         return OSError if number == errno.ETIMEDOUT else super()._find_builtin_class(number)
 
 
-def unsuccessful_transfer_error(
+def error_without_failed_call(
     arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
 ) -> TransferFailed:
     """Return the error of a transfer that ended early or took a forbidden path, although no call failed."""
@@ -98,7 +98,7 @@ def short_transfer_error(failure: Failure | None, arguments: dict[str, object], 
     """Return the error of a short transfer that failed, or that reached the end of the file (`failure` is None)."""
     arguments = {**arguments, "transferred_bytes": result.bytes}
     if failure is None:
-        error: ApiError = unsuccessful_transfer_error(arguments, "the file ends before the last requested byte")
+        error: ApiError = error_without_failed_call(arguments, "the file ends before the last requested byte")
     else:
         error = api_error(failure, arguments=arguments, error_class=TransferFailed)
     if isinstance(error, TransferFailed):

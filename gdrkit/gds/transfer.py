@@ -23,7 +23,7 @@ from gdrkit.gds.result import (
     Route,
     TransferFailed,
     TransferResult,
-    unsuccessful_transfer_error,
+    error_without_failed_call,
 )
 
 if TYPE_CHECKING:
@@ -330,12 +330,12 @@ class Transfer:
         if failure is not None:
             error = api_error(failure, arguments=arguments, error_class=TransferFailed, detail=detail)
         elif progress["cancelled"]:
-            error = unsuccessful_transfer_error(arguments, detail, reason=Reason.CANCELLED)
+            error = error_without_failed_call(arguments, detail, reason=Reason.CANCELLED)
         elif not is_complete:
-            error = unsuccessful_transfer_error(arguments, detail)
+            error = error_without_failed_call(arguments, detail)
         else:
             detail = f"the route of the bytes is {result.route.value}: {result.why_not_direct}"
-            error = unsuccessful_transfer_error(arguments, detail, reason=Reason.NOT_DIRECT)
+            error = error_without_failed_call(arguments, detail, reason=Reason.NOT_DIRECT)
         if isinstance(error, TransferFailed):
             error.transferred = result
         return error

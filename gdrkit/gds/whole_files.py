@@ -30,7 +30,7 @@ def read_files(
     *,
     access: Access = "automatic",
 ) -> Transfer:
-    """Read many complete files into one memory, as one transfer, and return its future.
+    """Start one transfer that reads many complete files into one buffer, and return it as a future.
 
     The files follow each other in memory. The copy engine opens, reads and closes many files at the same time.
 
@@ -48,7 +48,7 @@ def read_files(
     Raises
     ------
     UsageError
-        There is not one length for each path, or the files do not fit into the memory.
+        The number of lengths differs from the number of paths, or the files do not fit into the buffer.
     """
     paths = tuple(paths)
     encoded_paths = [os.fsencode(path) for path in paths]
@@ -59,13 +59,13 @@ def read_files(
     memory = describe_buffer(buffer, writable=True)
     transfer = Transfer(memory, paths)
     try:
-        address = memory.address
+        next_address = memory.address
         extents: list[int] = []
         for index, length in enumerate(lengths_bytes):
             check_range("file range", 0, length)
-            extents += (index, 0, address, length)
-            address += length
-        resolve_length_bytes(memory, 0, address - memory.address)
+            extents += (index, 0, next_address, length)
+            next_address += length
+        resolve_length_bytes(memory, 0, next_address - memory.address)
         transfer.extents = extents
         engine_for(memory.device_index).submit(
             write=False,
@@ -87,8 +87,8 @@ def transfer_ranges(
 ) -> Transfer:
     """Read or write ranges of several open files by the copy engine, as one transfer, and return its future.
 
-    One call starts any number of ranges, into any memory of one device. The caller must pass valid addresses: this
-    function does not check them, because the checks would take longer than the start of all ranges.
+    One call transfers any number of ranges between the files and any memory of one device. The caller must pass valid
+    addresses. This function does not check them, because the checks would take longer than starting the transfer.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def transfer_ranges(
     extents : array of int
         Four numbers for each range: index in `files`, offset in the file, address, length in bytes.
     memory : TransferBuffer
-        A description that names the device, and keeps the memory of all ranges until the transfer is over.
+        A description with the device of all ranges, and the object that keeps their memory until the transfer ends.
     write : bool
         True: write from memory into the files. False: read from the files into memory.
 

@@ -68,7 +68,7 @@ class TorchMaker:
         # torch represents the 6-bit types by bytes. They are left out here, because tensors of bytes are saved as U8.
         self._name_by_dtype = {dtype: name for name, dtype in self._dtype_by_name.items() if not name.startswith("F6_")}
 
-    def device_index(self, device: Any) -> int:
+    def find_device_index(self, device: Any) -> int:
         """Return the index of a device that torch knows: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, 1 or a torch.device."""
         try:
             torch_device = self._torch.device("cuda", device) if isinstance(device, int) else self._torch.device(device)
@@ -127,7 +127,7 @@ class TorchMaker:
         return int(buffer.data_ptr())
 
     def make_tensors(self, buffer: Any, placements: list[Placement]) -> list[Any]:
-        """Return the tensors in the memory of a file.
+        """Return the tensors of a file whose bytes are in `buffer`.
 
         Tensors of one type that follow each other and differ in the first dimension only are made by one call of torch.
         """
@@ -182,7 +182,7 @@ class TorchMaker:
             raise UsageError(message, what_to_do="update torch, or leave these tensors out by `select`")
         return {name: self._dtype_by_name[name] for name in names}
 
-    def describe(self, name: str, tensor: Any) -> tuple[str, tuple[int, ...], TransferBuffer]:
+    def describe_tensor(self, name: str, tensor: Any) -> tuple[str, tuple[int, ...], TransferBuffer]:
         """Return the data type, the shape and the memory of a tensor to save, after its queued work is complete.
 
         Raises

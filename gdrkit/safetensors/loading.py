@@ -211,7 +211,7 @@ def start_load_files(
         The kernel does not open a file, or a device has too little memory.
     """
     maker = create_maker(framework)
-    indices = [maker.device_index(name) for name in (device if isinstance(device, list | tuple) else [device])]
+    indices = [maker.find_device_index(name) for name in (device if isinstance(device, list | tuple) else [device])]
     if not indices or len(set(indices)) != len(indices):
         message = f"device must name at least one device, and none twice, not {device!r}"
         raise UsageError(message)

@@ -56,7 +56,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         whole_file: bool = False,
     ) -> None:
         self._maker = create_maker(framework)
-        self._device_index = self._maker.device_index(device)
+        self._device_index = self._maker.find_device_index(device)
         self._whole_file = whole_file
         # A signal handler may load a tensor while its thread has the lock.
         self._lock = ForkSafeLock(reentrant=True)

@@ -56,7 +56,7 @@ def save_file(
         The disk is full, or a call failed.
     """
     maker = create_maker(framework)
-    descriptions = [(name, *maker.describe(name, tensor)) for name, tensor in tensors.items()]
+    descriptions = [(name, *maker.describe_tensor(name, tensor)) for name, tensor in tensors.items()]
     descriptions.sort(key=lambda item: (-_POSITION_BY_DTYPE[item[1]], item[0]))
     entries, data_offset = [], 0
     for name, dtype, shape, memory in descriptions:

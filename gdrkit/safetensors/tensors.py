@@ -1,4 +1,4 @@
-"""Memory for the tensors of a file, and a tensor class for programs without torch, which can be exported by DLPack."""
+"""Memory for the tensors of a file, and a DLPack tensor class for programs without torch."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class DlpackMaker:
 
     name = "dlpack"
 
-    def device_index(self, device: Any) -> int:  # noqa: ANN401 - every form in which torch names a device.
+    def find_device_index(self, device: Any) -> int:  # noqa: ANN401 - every form in which torch names a device.
         """Return the index of a device that is named as in torch: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or 1."""
         if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
             return device
@@ -178,14 +178,17 @@ class DlpackMaker:
         return TensorBuffer(device_index, length_bytes)
 
     def wait_for_allocations(self, device_index: int) -> None:
-        """Do nothing: no queued kernel uses memory that the driver has just allocated, unlike torch's cached memory."""
+        """Do nothing, because no queued kernel uses memory that the driver has just allocated.
+
+        The allocator of torch differs: it returns memory that queued kernels may still use.
+        """
 
     def address(self, buffer: TensorBuffer) -> int:
         """Return the address of the memory."""
         return buffer.address
 
     def make_tensors(self, buffer: TensorBuffer, placements: list[Placement]) -> list[ModelTensor]:
-        """Return the tensors in the memory of a file."""
+        """Return the tensors of a file whose bytes are in `buffer`."""
         return [ModelTensor(buffer, placement) for placement in placements]
 
     def allocate_separate_tensors(
@@ -199,7 +202,7 @@ class DlpackMaker:
         ]
         return tensors, [buffer.address for buffer in buffers]
 
-    def describe(self, name: str, tensor: object) -> tuple[str, tuple[int, ...], TransferBuffer]:
+    def describe_tensor(self, name: str, tensor: object) -> tuple[str, tuple[int, ...], TransferBuffer]:
         """Return the data type, the shape and the memory of a tensor to save."""
         if not isinstance(tensor, ModelTensor):
             message = f"tensor {name!r} must be a ModelTensor, not {type(tensor).__name__}"

@@ -44,7 +44,7 @@ def fill_catalogue(catalogue: Catalogue, configuration: Configuration, folders: 
     stays in the tier until it has cooled. If two tiers have a file of the same name, the catalogue gets the file in the
     faster tier.
     """
-    now_half_lives = catalogue.now()
+    now_half_lives = catalogue.now_half_lives()
     for tier in configuration.tiers:
         folder = folders.get(tier.name)
         if folder is None:

@@ -5,7 +5,8 @@ the newest one at its next call. A damaged file is never renamed or removed: ano
 SQLite finds the log of a database by the name of the database.
 
 The clock is the host's clock without backward steps. If an administrator sets the host's clock back, the clock of the
-catalogue continues from its latest value. Otherwise, the heat of all files would rise.
+catalogue continues from its latest value. Otherwise, all accesses would seem more recent, so the heat of all files (the
+sum of their accesses, weighted by age) would rise.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class Database(ABC):
         with self.locked_connection("connect"):
             return connect(self.path, timeout_ms=self._timeout_ms, sorts_on_disk=True)
 
-    def now(self) -> float:
-        """Return the current time in half-lives."""
+    def now_half_lives(self) -> float:
+        """Return the time since 1970 in half-lives."""
         with self.locked_connection("read clock") as connection:
             return self.read_clock(connection, store=False)
 
@@ -165,7 +166,7 @@ class Database(ABC):
         self._rebuild(file_numbers[-1] if file_numbers else 0)
 
     def _try_open(self, file_number: int) -> bool:
-        """Open one database. Return False if it is not a catalogue."""
+        """Open one database. Return False if it cannot be read or has another format."""
         path = self._make_path(file_number)
         try:
             connection = connect(path, timeout_ms=self._timeout_ms)
@@ -246,9 +247,9 @@ class Database(ABC):
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
 
     def read_clock(self, connection: Connection, *, store: bool) -> float:
-        """Return the current time in half-lives. With `store`, also write it to the database.
+        """Return the time since 1970 in half-lives. With `store`, also write the clock to the database.
 
-        The caller of `store` has begun a transaction.
+        With `store`, the caller must have begun a transaction.
         """
         rows = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('wall_s', 'offset_s')").fetchall())
         wall_s, last_s, offset_s = self._clock(), float(rows["wall_s"]), float(rows["offset_s"])

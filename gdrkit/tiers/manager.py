@@ -251,7 +251,7 @@ class TierManager:
         ApiError
             The file does not exist (ENOENT), or it was not moved; see :meth:`move`.
         """
-        entry, now = self.find(name), self.catalogue.now()
+        entry, now = self.find(name), self.catalogue.now_half_lives()
         totals = self.catalogue.totals()
         remaining_limits = [
             replace(tier, limit_bytes=tier.limit_bytes - total.allocated_bytes - total.coming_bytes + own_bytes)
@@ -261,7 +261,7 @@ class TierManager:
             for own_bytes in (entry.allocated_bytes if tier.name == entry.tier else 0,)
         ]
         row = FileRow(0, entry.tier, entry.allocated_bytes, entry.score, entry.pinned, entry.links)
-        for decision in decide([row], remaining_limits, at_half_lives=now, hysteresis=self.configuration.hysteresis):
+        for decision in decide([row], remaining_limits, now_half_lives=now, hysteresis=self.configuration.hysteresis):
             self.move(name, decision.destination, observe=observe)
             return decision.destination
         return entry.tier

@@ -70,7 +70,7 @@ class MigrationPlan:
 
     def __init__(self, catalogue: Catalogue, tiers: Sequence[TierLimits], *, hysteresis: float) -> None:
         self.considered = self.count = self.allocated_bytes = 0
-        now_half_lives = catalogue.now()
+        now_half_lives = catalogue.now_half_lives()
         self._connection = catalogue.new_connection()
         self._index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
         # Moves are grouped by direction and destination, with one table per group. The moves of a group are executed in
@@ -81,7 +81,7 @@ class MigrationPlan:
                 for group in self._group_numbers:
                     self._connection.execute(f"CREATE TEMP TABLE plan_{group} (file, destination, why)")
                 decisions = decide(
-                    self._list_file_rows(tiers), tiers, at_half_lives=now_half_lives, hysteresis=hysteresis
+                    self._list_file_rows(tiers), tiers, now_half_lives=now_half_lives, hysteresis=hysteresis
                 )
                 while batch := list(itertools.islice(decisions, _BATCH_ROWS)):
                     self._insert_decisions(batch)

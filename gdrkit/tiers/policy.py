@@ -30,7 +30,17 @@ class MoveReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """A tier with the heat that a file needs for it, and the space that gdrkit may use in it in total, in bytes."""
+    """A tier with its limits.
+
+    Attributes
+    ----------
+    name : str
+        Name of the tier.
+    accesses_min : int
+        Heat from which a file belongs in the tier, in accesses.
+    limit_bytes : int
+        Space that gdrkit may use in the tier in total, in bytes.
+    """
 
     name: str
     accesses_min: int
@@ -75,7 +85,7 @@ class Decision(NamedTuple):
 
 
 def decide(
-    rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at_half_lives: float, hysteresis: float
+    rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, now_half_lives: float, hysteresis: float
 ) -> Iterator[Decision]:
     """Yield the files that should move.
 
@@ -85,8 +95,8 @@ def decide(
         Files in the order that :class:`FileRow` requires.
     tiers : sequence of TierLimits
         The tiers, fastest first.
-    at_half_lives : float
-        Current time in half-lives.
+    now_half_lives : float
+        Current time in half-lives since 1970.
     hysteresis : float
         Fraction of `accesses_min` that a file in a tier may lose before it leaves the tier, from 0 to less than 1.
 
@@ -97,9 +107,9 @@ def decide(
     """
     index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
     free_bytes = [tier.limit_bytes for tier in tiers]
-    # The least scores with which a file enters a tier, and with which a file of the tier stays in it.
-    entry_scores = [least_score(tier.accesses_min, at_half_lives=at_half_lives) for tier in tiers]
-    stay_scores = [least_score(tier.accesses_min, at_half_lives=at_half_lives, share=1 - hysteresis) for tier in tiers]
+    # For each tier, the least score with which a file may enter it, and the least with which a file may stay in it.
+    entry_scores = [least_score(tier.accesses_min, at_half_lives=now_half_lives) for tier in tiers]
+    stay_scores = [least_score(tier.accesses_min, at_half_lives=now_half_lives, share=1 - hysteresis) for tier in tiers]
     for row in rows:
         current_index = index_by_tier.get(row.tier)
         if current_index is None:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["list_used_apis", "report_document", "report_lines"]
 
-# The object that a program must create to use an API, in the singular and in the plural, and the text if there is none.
+# The object that a program must create to use an API, in the singular and in the plural, and the text for a program
+# that created no such object.
 _OBJECT_NOUNS_BY_API = {
     Api.VERBS: ("queue pair", "queue pairs", "no queue pair reached the state RTR"),
     Api.CUDA: ("memory allocation", "memory allocations", "no memory allocation"),
@@ -30,9 +31,10 @@ _PROGRAMS_MAX, _PROCESSES_MAX = 4, 4
 
 
 def list_used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
-    """Return the APIs of which a process created an object, and verbs if a queue pair reached the state RTR.
+    """Return the APIs of which a process created an object. A queue pair counts only if it reached the state RTR.
 
-    A process that only queries devices does not use an API. UCX creates queue pairs for such queries.
+    A process that only queries devices does not use an API. UCX creates queue pairs for such queries, but does not
+    connect them.
     """
     return frozenset(use.api for use in uses if use.objects_count > 0)
 
@@ -41,7 +43,7 @@ def report_lines(
     twin_apis: frozenset[Api],
     uses: Sequence[ProcessUse],
     real_libraries: Sequence[RealLibrary],
-    runtimes: Sequence[RuntimeUse] = (),
+    runtime_uses: Sequence[RuntimeUse] = (),
 ) -> list[str]:
     """Return one line for each API whose twin was opened, one for each CUDA runtime, one for each real library, and one
     for the other APIs.
@@ -54,15 +56,15 @@ def report_lines(
             lines.append(_describe_use(api, uses_of_api))
         else:
             untouched_apis.append(api.value)
-    for runtime in dict.fromkeys(use.library for use in runtimes):
+    for runtime_library in dict.fromkeys(use.library for use in runtime_uses):
         programs_text = _describe_programs(
-            [(use.program, use.process_id) for use in runtimes if use.library == runtime]
+            [(use.program, use.process_id) for use in runtime_uses if use.library == runtime_library]
         )
-        lines.append(f"{Api.CUDA.value}: twin of {runtime} opened by {programs_text}")
+        lines.append(f"{Api.CUDA.value}: twin of {runtime_library} opened by {programs_text}")
     libraries = dict.fromkeys((library.api, library.path) for library in real_libraries)
     for api_name, path in libraries:
-        processes = [library for library in real_libraries if library.path == path]
-        programs_text = _describe_programs([(library.program, library.process_id) for library in processes])
+        loads = [library for library in real_libraries if library.path == path]
+        programs_text = _describe_programs([(load.program, load.process_id) for load in loads])
         lines.append(f"{api_name}: {path}, not the twin, was loaded by {programs_text}")
     if untouched_apis:
         lines.append(f"not used: {', '.join(untouched_apis)}")
@@ -70,9 +72,13 @@ def report_lines(
 
 
 def report_document(
-    uses: Sequence[ProcessUse], real_libraries: Sequence[RealLibrary], runtimes: Sequence[RuntimeUse], *, exit_code: int
+    uses: Sequence[ProcessUse],
+    real_libraries: Sequence[RealLibrary],
+    runtime_uses: Sequence[RuntimeUse],
+    *,
+    exit_code: int,
 ) -> dict[str, object]:
-    """Return what the lines say as values for JSON: the processes of each API, their objects and bytes."""
+    """Return the content of the lines as values for JSON: the processes of each API, their objects and bytes."""
     apis: dict[str, object] = {}
     for api in sorted({use.api for use in uses}, key=lambda api: api.value):
         uses_of_api = [use for use in uses if use.api is api]
@@ -93,7 +99,9 @@ def report_document(
         {"api": library.api, "path": library.path, "program": library.program, "process_id": library.process_id}
         for library in real_libraries
     ]
-    cuda_runtimes = [{"library": use.library, "program": use.program, "process_id": use.process_id} for use in runtimes]
+    cuda_runtimes = [
+        {"library": use.library, "program": use.program, "process_id": use.process_id} for use in runtime_uses
+    ]
     return {"exit_code": exit_code, "apis": apis, "cuda_runtimes": cuda_runtimes, "real_libraries": libraries}
 
 
@@ -120,4 +128,4 @@ def _describe_programs(processes: Sequence[tuple[str, int]]) -> str:
         unlisted_count = len(process_ids) - _PROCESSES_MAX
         texts.append(f"{program} (pid {ids_text}{f' and {unlisted_count} more' if unlisted_count > 0 else ''})")
     unlisted_count = len(ids_by_program) - _PROGRAMS_MAX
-    return ", ".join(texts) + (f" and {unlisted_count} more programs" if unlisted_count > 0 else "")
+    return ", ".join(texts) + (f" and {format_count(unlisted_count, 'more program')}" if unlisted_count > 0 else "")

@@ -1,8 +1,9 @@
 """Send a file from one process's tensor to another's by RDMA: ``torch_rdma.py [--length-bytes N]``.
 
-gdrkit.gds reads the file into a CUDA tensor of torch. The second process registers a CUDA tensor of its own with the
-NIC. The first process writes its tensor into that tensor by RDMA, and the second process compares every byte with the
-file. This program needs torch, gdrkit and pyverbs, and runs on a real GPU as well as on the software twins.
+The first process reads the file into a CUDA tensor of torch with gdrkit.gds. The second process registers its own CUDA
+tensor with a NIC. The first process writes its tensor into the tensor of the second process by RDMA, and the second
+process compares every byte with the file. This program needs torch, gdrkit and pyverbs, and runs on a real GPU as well
+as on the software twins.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ def send(path: Path, length_bytes: int) -> None:
         verbs.CompletionQueue(nic, depth=16, events=False) as completion_queue,
         nic.queue_pair(completion_queue) as queue_pair,
     ):
-        endpoint, remote = connection.recv()
+        endpoint, remote_range = connection.recv()
         queue_pair.connect(endpoint)
         connection.send(queue_pair.endpoint())
         connection.recv()
-        queue_pair.post_write(registration.region(nic), remote, work_id=1)
+        queue_pair.post_write(registration.region(nic), remote_range, work_id=1)
         queue_pair.wait(timeout_ms=_TIMEOUT_MS).expect(verbs.Status.SUCCESS)
         connection.send("written")
         route, wrong_count = connection.recv()

@@ -54,7 +54,7 @@ def main() -> None:
     with TierManager(make_configuration(folder)) as manager:
         columns = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
         with manager.catalogue.write_transaction("fill") as connection:
-            rows = _generate_rows(count, manager.catalogue.now())
+            rows = _generate_rows(count, manager.catalogue.now_half_lives())
             connection.executemany(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)  # noqa: S608
         # The capacities of the tiers: a tenth of all bytes, almost a third, and twice all bytes.
         total_bytes = sum(totals.allocated_bytes for totals in manager.catalogue.totals().values())

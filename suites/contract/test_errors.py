@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _make_error() -> ApiError:
+def _make_verbs_error() -> ApiError:
     return ApiError(
         api=Api.VERBS,
         operation="ibv_reg_dmabuf_mr",
@@ -32,14 +32,14 @@ def _make_error() -> ApiError:
 
 
 def test_api_error_has_its_details_as_fields() -> None:
-    error = _make_error()
+    error = _make_verbs_error()
     assert (error.api, error.operation, error.status, error.errno) == (Api.VERBS, "ibv_reg_dmabuf_mr", 22, 22)
     assert error.arguments["length_bytes"] == 65536
     assert error.reason is Reason.BAD_ARGUMENT
 
 
 def test_api_error_text_has_every_field() -> None:
-    error_text = str(_make_error())
+    error_text = str(_make_verbs_error())
     for expected_part in (
         "verbs",
         "ibv_reg_dmabuf_mr",
@@ -55,7 +55,7 @@ def test_api_error_text_has_every_field() -> None:
 
 def test_api_error_arguments_are_read_only() -> None:
     with pytest.raises(TypeError):
-        _make_error().arguments["fd"] = 8  # type: ignore[index]
+        _make_verbs_error().arguments["fd"] = 8  # type: ignore[index]
 
 
 def test_errno_is_none_if_the_api_returned_none() -> None:
@@ -88,7 +88,7 @@ def test_kinds_of_failure_have_separate_classes() -> None:
 
 
 def test_registration_failed_has_its_causes_in_order() -> None:
-    first_cause, second_cause = _make_error(), errors.UsageError("no")
+    first_cause, second_cause = _make_verbs_error(), errors.UsageError("no")
     error = errors.RegistrationFailed("no way", causes=(first_cause, second_cause), reason=Reason.NO_ROUTE)
     assert error.causes == (first_cause, second_cause)
     assert str(error).index("EINVAL") < str(error).index("[2] no")
@@ -123,7 +123,7 @@ ERROR_FIELDS = {
 class _SystemError(ApiError, OSError):
     """An error class whose objects are always an OSError, like the error class of usrbio.
 
-    Fields of OSError are not in ``__dict__``.
+    The fields of OSError are not in ``__dict__``, so the tests compare them separately.
     """
 
 
@@ -193,7 +193,7 @@ def test_filename_is_the_argument_that_names_the_file(arguments: dict[str, objec
 
 
 def test_error_of_another_api_is_not_an_os_error() -> None:
-    assert not isinstance(_make_error(), OSError)
+    assert not isinstance(_make_verbs_error(), OSError)
     assert not isinstance(_make_kernel_error(errno.ENOENT, api=Api.LOADER), OSError)
     error_without_errno = ApiError(api=Api.KERNEL, operation="read", status=None, status_name="too short")
     assert not isinstance(error_without_errno, OSError)
@@ -232,7 +232,7 @@ def _make_errors_of_all_classes() -> list[errors.GdrkitError]:
 def test_cloned_error_has_all_fields_and_no_traceback(error: errors.GdrkitError) -> None:
     error.add_note("a note")
     try:
-        raise error from _make_error()
+        raise error from _make_verbs_error()
     except errors.GdrkitError as caught_error:
         clone = caught_error.clone()
     assert type(clone) is type(error)

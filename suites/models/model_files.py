@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["EVERY_TYPE", "ModelFile", "compute_tensor_bytes", "pack_file", "write_model"]
+__all__ = ["TENSORS_OF_EVERY_TYPE", "ModelFile", "compute_tensor_bytes", "pack_file", "write_model"]
 
-# A tensor of each data type, an empty one and one without dimensions. The elements of 4 and 6 bits fill whole bytes.
-EVERY_TYPE: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+# A tensor of each data type, an empty one and one without dimensions. The shape (3, 8) has 24 elements, so that also
+# elements of 4 or 6 bits fill whole bytes.
+TENSORS_OF_EVERY_TYPE: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     *((f"tensor.{name}", name, (3, 8)) for name in ELEMENT_TYPES),
     ("empty", "F32", (0, 5)),
     ("scalar", "F64", ()),
@@ -25,17 +26,17 @@ EVERY_TYPE: tuple[tuple[str, str, tuple[int, ...]], ...] = (
 
 
 class ModelFile(NamedTuple):
-    """A file, and the bytes of each tensor."""
+    """A file, and the bytes and the shape of each tensor by its name."""
 
     path: Path
     tensors: dict[str, bytes]
     shapes: dict[str, tuple[int, ...]]
 
 
-def pack_file(header: Any, data: bytes = b"") -> bytes:  # noqa: ANN401 - any JSON value, or text.
-    """Return a file with this header, which is a JSON value or the text itself."""
-    header_text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(header_text)) + header_text + data
+def pack_file(header: Any, data: bytes = b"") -> bytes:  # noqa: ANN401 - any JSON value, or bytes.
+    """Return the bytes of a file. `header` is a JSON value, or the bytes of the header."""
+    header_bytes = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(header_bytes)) + header_bytes + data
 
 
 def compute_tensor_bytes(dtype: str, shape: Sequence[int]) -> int:

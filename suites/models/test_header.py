@@ -8,7 +8,7 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
-from models.model_files import EVERY_TYPE, compute_tensor_bytes, pack_file, write_model
+from models.model_files import TENSORS_OF_EVERY_TYPE, compute_tensor_bytes, pack_file, write_model
 from support.fuzz import run_fuzzer
 
 from gdrkit import gds
@@ -26,13 +26,13 @@ HEADER_TEXT = json.dumps({"a": ENTRY_A}).encode()
 
 
 def test_header_of_every_data_type_is_read(tmp_path: Path, seed: int) -> None:
-    model = write_model(tmp_path / "file", EVERY_TYPE, seed=seed, metadata={"format": "pt"})
+    model = write_model(tmp_path / "file", TENSORS_OF_EVERY_TYPE, seed=seed, metadata={"format": "pt"})
     with gds.File(model.path, direct="never") as file:
         header = read_header(file)
         contents = model.path.read_bytes()[header.data_offset_bytes :]
     assert header.metadata == {"format": "pt"}
     assert {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()} == {
-        name: (dtype, shape) for name, dtype, shape in EVERY_TYPE
+        name: (dtype, shape) for name, dtype, shape in TENSORS_OF_EVERY_TYPE
     }
     assert {name: contents[entry.begin : entry.end] for name, entry in header.tensors.items()} == model.tensors
     assert header.data_bytes == len(contents)

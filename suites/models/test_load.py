@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from models.model_files import EVERY_TYPE, ModelFile, pack_file, write_model
+from models.model_files import TENSORS_OF_EVERY_TYPE, ModelFile, pack_file, write_model
 from support.faults import inject_faults
 from support.gds import drop_from_cache
 
@@ -57,7 +57,7 @@ def read_tensors(tensors: Mapping[str, ModelTensor]) -> dict[str, bytes]:
 
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("own_memory", [False, True], ids=["one-memory", "own-memory"])
-@pytest.mark.parametrize("tensors", [EVERY_TYPE, UNALIGNED_TENSORS], ids=["every-type", "unaligned"])
+@pytest.mark.parametrize("tensors", [TENSORS_OF_EVERY_TYPE, UNALIGNED_TENSORS], ids=["every-type", "unaligned"])
 def test_every_tensor_arrives(
     tmp_path: Path,
     seed: int,
@@ -288,7 +288,7 @@ def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> 
 
 @ON_EVERY_DEVICE
 def test_saved_tensors_are_loaded_again(tmp_path: Path, seed: int, device_argument: str) -> None:
-    model = write_model(tmp_path / "model", EVERY_TYPE, seed=seed)
+    model = write_model(tmp_path / "model", TENSORS_OF_EVERY_TYPE, seed=seed)
     loaded_tensors = load_file(model.path, device_argument, framework="dlpack")
     save_file(loaded_tensors, tmp_path / "saved", {"k": "v"}, framework="dlpack", durable=True)
     reloaded_tensors = load_file(tmp_path / "saved", framework="dlpack")

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from models.model_files import EVERY_TYPE, write_model
+from models.model_files import TENSORS_OF_EVERY_TYPE, write_model
 
 from gdrkit import safetensors
 from gdrkit.errors import Reason, UsageError
@@ -33,10 +33,10 @@ def get_tensor_bytes(tensors: Mapping[str, Any]) -> dict[str, bytes]:
 @pytest.mark.parametrize("own_memory", [False, True], ids=["one-memory", "own-memory"])
 def test_every_type_is_a_tensor_of_torch(tmp_path: Path, seed: int, *, own_memory: bool) -> None:
     torch = importlib.import_module("torch")
-    model = write_model(tmp_path / "model", EVERY_TYPE, seed=seed)
+    model = write_model(tmp_path / "model", TENSORS_OF_EVERY_TYPE, seed=seed)
     loaded_tensors = safetensors.load_file(model.path, own_memory=own_memory)
     assert get_tensor_bytes(loaded_tensors) == model.tensors
-    for name, dtype, shape in EVERY_TYPE:
+    for name, dtype, shape in TENSORS_OF_EVERY_TYPE:
         tensor, element_type = loaded_tensors[name], safetensors.ELEMENT_TYPES[dtype]
         assert tensor.dtype is getattr(torch, element_type.torch_name)
         expected_shape = (*shape[:-1], shape[-1] * element_type.bits // 8) if element_type.bits < 8 else shape
@@ -54,7 +54,7 @@ def test_tensors_outlive_the_dict(tmp_path: Path, seed: int) -> None:
 @NEEDS_SAFETENSORS
 def test_saved_file_is_that_of_safetensors(tmp_path: Path, seed: int) -> None:
     torch_functions = importlib.import_module("safetensors.torch")
-    tensors = [entry for entry in EVERY_TYPE if not entry[1].startswith("F6_")]
+    tensors = [entry for entry in TENSORS_OF_EVERY_TYPE if not entry[1].startswith("F6_")]
     loaded_tensors = safetensors.load_file(write_model(tmp_path / "model", tensors, seed=seed).path)
     safetensors.save_file(loaded_tensors, tmp_path / "ours", {"k": "v"})
     torch_functions.save_file(dict(loaded_tensors), tmp_path / "theirs", {"k": "v"})

@@ -1,6 +1,7 @@
-"""Substrates (hardware, twin and others), route states and exit codes follow from facts and records.
+"""The outcome of a qualification: substrates, route states and the exit code follow from facts and records.
 
-The cases construct the facts and records. A twin is a library that emulates the hardware below an API.
+The cases construct the facts and records. A substrate is the layer below an API: hardware, software in the kernel, a
+twin (a library that emulates the hardware), or unknown.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ CUFILE_LIBRARY = make_library("libcufile.so.0")
 
 
 def make_facts_with_nic(**fields: object) -> Facts:
-    """Return facts of a machine with hardware, in which these fields of the kernel's evidence for the NIC differ."""
+    """Return facts of a machine with hardware, with `fields` replaced in the kernel's evidence for the NIC."""
     (nic,) = EVIDENCE.rdma
     changed_nic = dataclasses.replace(nic, **fields)  # type: ignore[arg-type]
     return make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, rdma=(changed_nic,)))
 
 
 def make_facts_with_gpu(**fields: object) -> Facts:
-    """Return facts of a machine with hardware, in which these fields of the kernel's evidence for the GPU differ."""
+    """Return facts of a machine with hardware, with `fields` replaced in the kernel's evidence for the GPU."""
     (gpu,) = EVIDENCE.gpus
     changed_gpu = dataclasses.replace(gpu, **fields)  # type: ignore[arg-type]
     return make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, gpus=(changed_gpu,)))
@@ -102,7 +103,7 @@ def make_facts_with_gpu(**fields: object) -> Facts:
         (VENDOR_LIBRARIES[:1], make_facts_with_nic(driver=None), {"verbs": "unknown"}),
         (VENDOR_LIBRARIES[:1], make_facts_with_nic(pci_driver=None), {"verbs": "unknown"}),
         (VENDOR_LIBRARIES[:1], make_facts_with_nic(node=None), {"verbs": "unknown"}),
-        # rxe and siw have no PCI function, whatever sysfs shows.
+        # rxe and siw are software in the kernel, even if sysfs shows a PCI function.
         (
             VENDOR_LIBRARIES[:1],
             make_facts_with_nic(driver="rxe", pci_driver=None, pci_address=None),

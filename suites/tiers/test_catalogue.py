@@ -179,7 +179,7 @@ def test_clock_that_goes_back_makes_no_file_hotter(configuration: Configuration)
     now_s = [1_800_000_000.0]
 
     def read_heat(manager: TierManager, name: str) -> float:
-        return heat(manager.find(name).score, at_half_lives=manager.catalogue.now())
+        return heat(manager.find(name).score, at_half_lives=manager.catalogue.now_half_lives())
 
     with TierManager(configuration, clock=lambda: now_s[0]) as manager:
         create_file(manager, "file", 100, seed=1)
@@ -208,9 +208,9 @@ def test_change_of_the_half_life_keeps_the_heat(configuration: Configuration) ->
         for _ in range(15):
             manager.open("file").close()
     with TierManager(replace(configuration, half_life_s=3600.0), clock=lambda: now_s[0]) as manager:
-        assert heat(manager.find("file").score, at_half_lives=manager.catalogue.now()) == pytest.approx(16)
+        assert heat(manager.find("file").score, at_half_lives=manager.catalogue.now_half_lives()) == pytest.approx(16)
         now_s[0] += 3600
-        assert heat(manager.find("file").score, at_half_lives=manager.catalogue.now()) == pytest.approx(8)
+        assert heat(manager.find("file").score, at_half_lives=manager.catalogue.now_half_lives()) == pytest.approx(8)
 
 
 def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Configuration) -> None:

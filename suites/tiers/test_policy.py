@@ -46,7 +46,7 @@ def make_file_row(
 
 def get_decisions(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
     """Return the decisions of the policy about these files. `limits` are the bytes that each tier may have."""
-    return list(decide(rows, make_tier_limits(*limits), at_half_lives=NOW_HALF_LIVES, hysteresis=hysteresis))
+    return list(decide(rows, make_tier_limits(*limits), now_half_lives=NOW_HALF_LIVES, hysteresis=hysteresis))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
         TierLimits("ssd", 20, UNLIMITED_BYTES),
         TierLimits("hdd", 10, UNLIMITED_BYTES),
     ]
-    decisions = list(decide([make_file_row(0, tier)], tiers_above_zero, at_half_lives=NOW_HALF_LIVES, hysteresis=0.1))
+    decisions = list(decide([make_file_row(0, tier)], tiers_above_zero, now_half_lives=NOW_HALF_LIVES, hysteresis=0.1))
     assert [decision.destination for decision in decisions] == ["hdd"]
 
 

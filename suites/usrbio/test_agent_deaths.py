@@ -81,7 +81,7 @@ def test_killed_client_leaves_nothing(mount: Path) -> None:
             memory_files = list_shared_memory_files(mount)
             client.kill()
             client.wait()
-            # The agent removes the record of a publication after its link.
+            # The agent first removes the link of a publication, and then its record.
             wait_until(
                 lambda: not list_published_link_names(mount) and not any(records_folder.iterdir()),
                 "the links and records of the killed client are removed",
@@ -185,10 +185,10 @@ except Refusal as error:
 """
 
 
-def submit_to_stopped_server(
+def stop_server_and_submit(
     agent: AgentProcess, client: RawClient, stack: contextlib.ExitStack
 ) -> tuple[RawIov, RawRing, int]:
-    """Submit an operation to a stopped server, and return its iov, its ring and the process ID of the server."""
+    """Stop the server and submit a read. Return its iov, its ring and the process ID of the server."""
     iov, ring = RawIov(MIB), RawRing(32, for_read=True)
     stack.callback(iov.close)
     stack.callback(ring.close)
@@ -216,7 +216,7 @@ def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: in
         RawClient(mount) as client,
         contextlib.ExitStack() as stack,
     ):
-        iov, ring, server_process_id = submit_to_stopped_server(agent, client, stack)
+        iov, ring, server_process_id = stop_server_and_submit(agent, client, stack)
         assert ring.wait(1)[0][1] == -errno.EREMOTEIO
         iov.memory[:] = b"\xee" * MIB
         continue_process(server_process_id)
@@ -242,7 +242,7 @@ def test_memory_is_not_written_after_the_connection_ends(mount: Path) -> None:
         RawClient(mount) as client,
         contextlib.ExitStack() as stack,
     ):
-        iov, ring, server_process_id = submit_to_stopped_server(agent, client, stack)
+        iov, ring, server_process_id = stop_server_and_submit(agent, client, stack)
         agent.process.send_signal(signal.SIGTERM)
         # The agent closes the connection only when no operation of the client is in flight.
         assert client.receive() == b""

@@ -97,90 +97,92 @@ def serve_ring(mount_folder: Path) -> Iterator[ServedRing]:
 
 @pytest.mark.parametrize("result", [KIB, 0, -errno.ENODATA, -4095])
 def test_result_of_the_server_completes_the_operation(tmp_path: Path, result: int) -> None:
-    with serve_ring(tmp_path) as ring_setup:
-        ring_setup.submit(INODE)
-        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.receive_operation().tag, result)]))
-        assert ring_setup.wait_for_results(1) == [result]
+    with serve_ring(tmp_path) as served_ring:
+        served_ring.submit(INODE)
+        served_ring.server.sendall(wire.pack_results([wire.Result(served_ring.receive_operation().tag, result)]))
+        assert served_ring.wait_for_results(1) == [result]
 
 
 @pytest.mark.parametrize("result", [KIB + 1, (1 << 63) - 1, -4096, -1 << 63])
 def test_impossible_result_ends_the_connection(tmp_path: Path, result: int) -> None:
-    with serve_ring(tmp_path) as ring_setup:
-        ring_setup.submit(INODE)
-        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.receive_operation().tag, result)]))
-        assert ring_setup.wait_for_event_names() == ["disconnected"]
-        assert not ring_setup.loop.disconnect()
-        assert ring_setup.wait_for_results(1) == [-errno.EREMOTEIO]
+    with serve_ring(tmp_path) as served_ring:
+        served_ring.submit(INODE)
+        served_ring.server.sendall(wire.pack_results([wire.Result(served_ring.receive_operation().tag, result)]))
+        assert served_ring.wait_for_event_names() == ["disconnected"]
+        assert not served_ring.loop.disconnect()
+        assert served_ring.wait_for_results(1) == [-errno.EREMOTEIO]
 
 
 # The low half of a tag is the index of an operation. The high half distinguishes the operations that use one index.
 @pytest.mark.parametrize("changed_bits", [1, 1 << 20, 1 << 32])
 def test_result_with_an_unknown_tag_ends_the_connection(tmp_path: Path, changed_bits: int) -> None:
-    with serve_ring(tmp_path) as ring_setup:
-        ring_setup.submit(INODE)
-        ring_setup.server.sendall(
-            wire.pack_results([wire.Result(ring_setup.receive_operation().tag ^ changed_bits, KIB)])
+    with serve_ring(tmp_path) as served_ring:
+        served_ring.submit(INODE)
+        served_ring.server.sendall(
+            wire.pack_results([wire.Result(served_ring.receive_operation().tag ^ changed_bits, KIB)])
         )
-        assert ring_setup.wait_for_event_names() == ["disconnected"]
-        assert not ring_setup.loop.disconnect()
-        assert ring_setup.wait_for_results(1) == [-errno.EREMOTEIO]
+        assert served_ring.wait_for_event_names() == ["disconnected"]
+        assert not served_ring.loop.disconnect()
+        assert served_ring.wait_for_results(1) == [-errno.EREMOTEIO]
 
 
 @pytest.mark.parametrize("new_handle", [0, 9], ids=["not-opened-again", "opened-again"])
 def test_new_session_gets_no_handle_of_the_old_one(tmp_path: Path, new_handle: int) -> None:
     """A handle of the old session would name the file of another client."""
-    with serve_ring(tmp_path) as ring_setup, contextlib.closing(RawIov(MIB)) as refused_iov:
-        ring_setup.submit(INODE)
-        kept_operation = ring_setup.receive_operation()
-        ring_setup.loop.add_buffer(
+    with serve_ring(tmp_path) as served_ring, contextlib.closing(RawIov(MIB)) as refused_iov:
+        served_ring.submit(INODE)
+        first_operation = served_ring.receive_operation()
+        served_ring.loop.add_buffer(
             CLIENT, refused_iov.id.bytes, length=MIB, block_bytes=0, keys=[(2 << 20, 8)], preferred_nics=[]
         )
-        ring_setup.ring.prepare(refused_iov.id.bytes, inode=INODE, length=KIB)
-        ring_setup.ring.submit()
-        # A NIC has refused the memory of the second operation. The first operation outlives the session.
-        ring_setup.server.sendall(
-            wire.pack_results([wire.Result(ring_setup.receive_operation().tag, -errno.EREMOTEIO)])
+        served_ring.ring.prepare(refused_iov.id.bytes, inode=INODE, length=KIB)
+        served_ring.ring.submit()
+        # The result says that a NIC has refused the memory of the second operation, which ends the session. The first
+        # operation waits for the next session.
+        served_ring.server.sendall(
+            wire.pack_results([wire.Result(served_ring.receive_operation().tag, -errno.EREMOTEIO)])
         )
-        assert "disconnected" in ring_setup.wait_for_event_names()
-        assert ring_setup.loop.disconnect()
-        assert ring_setup.wait_for_results(1) == [-errno.EREMOTEIO]
+        assert "disconnected" in served_ring.wait_for_event_names()
+        assert served_ring.loop.disconnect()
+        assert served_ring.wait_for_results(1) == [-errno.EREMOTEIO]
         if new_handle:
-            ring_setup.loop.set_file(
+            served_ring.loop.set_file(
                 CLIENT, INODE, read_handle=new_handle, write_handle=0, readable=True, writable=False
             )
         server, data_connection = socket.socketpair()
         with server:
-            ring_setup.loop.connect(data_connection.detach(), queue_pair_nics=[0], generation=GENERATION + 1)
-            repeated_operation = dataclasses.replace(ring_setup, server=server).receive_operation()
-        assert (kept_operation.handle, repeated_operation.handle) == (1, new_handle)
+            served_ring.loop.connect(data_connection.detach(), queue_pair_nics=[0], generation=GENERATION + 1)
+            repeated_operation = dataclasses.replace(served_ring, server=server).receive_operation()
+        assert (first_operation.handle, repeated_operation.handle) == (1, new_handle)
 
 
 def test_second_result_of_an_operation_ends_the_connection(tmp_path: Path) -> None:
-    with serve_ring(tmp_path) as ring_setup:
-        ring_setup.submit(INODE)
-        reply = wire.pack_results([wire.Result(ring_setup.receive_operation().tag, KIB)])
-        ring_setup.server.sendall(reply + reply)
-        assert ring_setup.wait_for_event_names() == ["disconnected"]
-        assert ring_setup.wait_for_results(1) == [KIB]
+    with serve_ring(tmp_path) as served_ring:
+        served_ring.submit(INODE)
+        reply = wire.pack_results([wire.Result(served_ring.receive_operation().tag, KIB)])
+        served_ring.server.sendall(reply + reply)
+        assert served_ring.wait_for_event_names() == ["disconnected"]
+        assert served_ring.wait_for_results(1) == [KIB]
 
 
 def test_submission_head_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
-    with serve_ring(tmp_path) as ring_setup:
+    with serve_ring(tmp_path) as served_ring:
         # The loop claims the entries in order. So the first operation is in flight when the second operation has
         # failed.
-        ring_setup.submit(INODE, UNKNOWN_INODE)
-        assert ring_setup.wait_for_results(1) == [-errno.EBADF]
-        ring_setup.ring.set_index(SUBMISSION_HEAD, 1)
-        ring_setup.ring.submit()
-        assert ring_setup.wait_for_event_names() == ["ring_broken"]
+        served_ring.submit(INODE, UNKNOWN_INODE)
+        assert served_ring.wait_for_results(1) == [-errno.EBADF]
+        served_ring.ring.set_index(SUBMISSION_HEAD, 1)
+        served_ring.ring.submit()
+        assert served_ring.wait_for_event_names() == ["ring_broken"]
 
 
 def test_completion_tail_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
-    with serve_ring(tmp_path) as ring_setup:
-        # The loop reads the tail when it claims an entry. When it claims the second entry, it reads the tail 1.
+    with serve_ring(tmp_path) as served_ring:
+        # The loop reads the tail each time it claims an entry. For the second entry it reads the tail 1. For the third
+        # entry it reads the tail 0, which is a step backwards.
         for _ in range(2):
-            ring_setup.submit(UNKNOWN_INODE)
-            assert ring_setup.wait_for_results(1) == [-errno.EBADF]
-        ring_setup.ring.set_index(COMPLETION_TAIL, 0)
-        ring_setup.submit(UNKNOWN_INODE)
-        assert ring_setup.wait_for_event_names() == ["ring_broken"]
+            served_ring.submit(UNKNOWN_INODE)
+            assert served_ring.wait_for_results(1) == [-errno.EBADF]
+        served_ring.ring.set_index(COMPLETION_TAIL, 0)
+        served_ring.submit(UNKNOWN_INODE)
+        assert served_ring.wait_for_event_names() == ["ring_broken"]

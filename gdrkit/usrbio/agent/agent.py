@@ -160,7 +160,7 @@ class Agent:
         return {
             **self._loop.statistics(),
             "clients": len(self.service.clients),
-            "registrations": self._nics.registrations,
+            "registrations": self._nics.registrations_count,
             "session_renewals": self._server.renewals,
         }
 

@@ -80,7 +80,8 @@ class PublishedDeviceMemory:
     Raises
     ------
     AgentError
-        EINVAL: the share handle has fewer bytes than the target, or it has more bytes and is not a handle of a dma-buf.
+        EINVAL: the size in the share handle is smaller than the size in the link, or it is larger and the handle is
+        not a dma-buf.
     GdrkitError
         See :func:`~gdrkit.registration.import_dmabuf`.
     """
@@ -148,7 +149,8 @@ class PublishedDeviceMemory:
         if handle_message is not None:
             length_bytes = handle_message.handle.length_bytes
             is_dmabuf = handle_message.handle.kind is ShareKind.DMABUF
-            # An iov from the client's pool begins where the memory of the handle begins, and may be shorter.
+            # The link may state fewer bytes than the dma-buf has: an iov from the client's pool is the first part of a
+            # block, and the dma-buf is the whole block.
             if length_bytes < target.length_bytes or (length_bytes > target.length_bytes and not is_dmabuf):
                 message = f"the link says {target.length_bytes} bytes, and the share handle {length_bytes}"
                 raise AgentError(errno.EINVAL, message)
@@ -246,7 +248,7 @@ class Nics:
     ----------
     all : tuple of Nic
         The open NICs.
-    registrations : int
+    registrations_count : int
         How often this object has registered memory. A registration with all NICs counts once.
 
     Raises
@@ -261,7 +263,7 @@ class Nics:
         self._on_close = ReleaseStack()
         self._placement = placement or Placement()
         self._count_lock = threading.Lock()
-        self.registrations = 0
+        self.registrations_count = 0
         self.all = verbs.open_active_nics()
         for nic in self.all:
             self._on_close.push(nic.close)
@@ -336,7 +338,7 @@ class Nics:
 
     def _count_registration(self) -> None:
         with self._count_lock:
-            self.registrations += 1
+            self.registrations_count += 1
 
     def measure_reach(self) -> None:
         """Measure which NICs reach the GPUs that this process can open. Clients read the results from a file.

@@ -235,11 +235,11 @@ std::uint64_t count_element_bytes(int format, std::uint32_t channels) {
 
 void destroy_context_arrays(Handle context) {
     for (const auto& array :
-         arrays().standalone_arrays.take_all([=](const Array& array) { return array.context == context; })) {
+         arrays().standalone_arrays.take_if([=](const Array& array) { return array.context == context; })) {
         free_array_memory(*array);
     }
     for (const auto& mipmap :
-         arrays().mipmaps.take_all([=](const Mipmap& candidate) { return candidate.context == context; })) {
+         arrays().mipmaps.take_if([=](const Mipmap& candidate) { return candidate.context == context; })) {
         free_levels(*mipmap);
     }
 }

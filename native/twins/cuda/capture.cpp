@@ -29,12 +29,12 @@ std::vector<StreamRef> list_streams(const CaptureRef& capture) {
 }
 
 // Return whether a capture has a stream for which the predicate is true. Invalidate every such capture, unless
-// `keeps_captures`.
-template <typename Predicate> bool invalidate_if(Predicate&& predicate, bool keeps_captures = false) {
+// `keeps_captures_valid`.
+template <typename Predicate> bool invalidate_if(Predicate&& predicate, bool keeps_captures_valid = false) {
     bool is_found = false;
     for (const CaptureRef& capture : captures()) {
         if (std::ranges::any_of(list_streams(capture), predicate)) {
-            capture->is_invalidated |= !keeps_captures;
+            capture->is_invalidated |= !keeps_captures_valid;
             is_found = true;
         }
     }
@@ -175,10 +175,10 @@ std::shared_ptr<CapturedEvent> capture_event_record(const StreamRef& stream) {
     return stream->capture ? std::make_shared<CapturedEvent>(stream->capture, stream->capture_dependencies) : nullptr;
 }
 
-void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* list) {
+void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* target) {
     for (const NodeRef& node : nodes) {
-        if (std::ranges::find(*list, node) == list->end()) {
-            list->push_back(node);
+        if (std::ranges::find(*target, node) == target->end()) {
+            target->push_back(node);
         }
     }
 }
@@ -224,11 +224,11 @@ Result refuse_captured_event(const CapturedEvent& event) {
     return captured_event;
 }
 
-Result check_legacy_stream(const ContextRef& context, bool keeps_captures) {
+Result check_legacy_stream(const ContextRef& context, bool keeps_captures_valid) {
     std::lock_guard lock(graph_mutex());
     const bool is_legacy_waiting = invalidate_if(
         [&](const StreamRef& stream) { return stream->is_blocking() && stream->context.lock() == context; },
-        keeps_captures);
+        keeps_captures_valid);
     return is_legacy_waiting ? stream_capture_implicit : success;
 }
 

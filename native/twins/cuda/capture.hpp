@@ -14,7 +14,7 @@ namespace gdrkit::twin::cuda {
 struct Capture {
     std::uint64_t id = 0;
     GraphRef graph;
-    bool is_graph_new = false; // the graph is new, so the program gets it when the capture ends
+    bool is_graph_new = false; // the capture created the graph; if the capture succeeds, the program owns the graph
     int mode = capture_mode_global;
     std::thread::id thread_id;
     std::weak_ptr<Stream> origin;
@@ -30,9 +30,9 @@ struct CapturedEvent {
     std::vector<NodeRef> nodes;
 };
 
-// Begin a capture in a stream. The nodes are added to `graph` after its nodes `dependencies`, or to a new graph if
-// `graph` is null. end_capture ends the capture and stores the handle of the graph, or 0 if the capture failed. Both
-// functions require graph_mutex().
+// Begin a capture in a stream. The capture adds nodes to `graph`, or to a new graph if `graph` is null. The first
+// captured node depends on `dependencies`, which are nodes of `graph`. end_capture ends the capture and stores the
+// handle of the graph, or 0 if the capture failed. Both functions require graph_mutex().
 Result begin_capture(const StreamRef& stream, int mode, GraphRef graph, std::vector<NodeRef> dependencies);
 Result end_capture(const StreamRef& stream, Handle* graph);
 
@@ -40,8 +40,8 @@ Result end_capture(const StreamRef& stream, Handle* graph);
 // may invalidate.
 int& thread_capture_mode();
 
-// Add the nodes that are not in the list yet.
-void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* list);
+// Add the nodes that are not in `target` yet.
+void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* target);
 
 // Return whether work of the stream is captured now, also if the capture was invalidated.
 bool is_captured(const StreamRef& stream);
@@ -71,15 +71,16 @@ Result capture_event_wait(const ContextRef& context, const StreamRef& stream,
 Result refuse_captured_event(const CapturedEvent& event);
 
 // Fail with stream_capture_implicit if a blocking stream of the context is captured, because the legacy stream would
-// wait for that stream. Also invalidate the capture of that stream, unless `keeps_captures`.
-Result check_legacy_stream(const ContextRef& context, bool keeps_captures = false);
+// wait for that stream. Also invalidate the capture of that stream, unless `keeps_captures_valid`.
+Result check_legacy_stream(const ContextRef& context, bool keeps_captures_valid = false);
 
 // Fail with stream_capture_unsupported, and invalidate the capture, if a stream of the context is being captured,
 // because a call that waits for all work of the context cannot be captured.
 Result check_synchronisation(const ContextRef& context);
 
-// Fail with stream_capture_unsupported, and invalidate the capture, if a capture forbids this thread potentially unsafe
-// calls, such as an allocation (cuThreadExchangeStreamCaptureMode).
+// Check a potentially unsafe call of this thread, such as an allocation. Invalidate every capture whose mode, together
+// with the mode of this thread (cuThreadExchangeStreamCaptureMode), forbids the call. Fail with
+// stream_capture_unsupported if there is such a capture.
 Result check_unsafe_call();
 
 // Invalidate the capture of a stream whose handle is destroyed.

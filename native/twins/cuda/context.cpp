@@ -37,7 +37,7 @@ struct Contexts {
     std::condition_variable ended; // notified when the end of a primary context is complete
     std::map<Handle, ContextRef> live;
     std::map<Device, PrimaryContext> primary_contexts;
-    std::set<std::pair<Handle, Handle>> peers; // {context, peer context that it may access}
+    std::set<std::pair<Handle, Handle>> peer_accesses; // {context, peer context that it may access}
     std::uint64_t last_context_id = 0;
 };
 
@@ -76,14 +76,14 @@ ContextRef make_context_locked(Contexts* all_contexts, Device device, std::uint3
     return context;
 }
 
-void forget_peers(Handle context) {
+void remove_peer_accesses(Handle context) {
     Contexts& all_contexts = contexts();
     std::lock_guard lock(all_contexts.mutex);
-    std::erase_if(all_contexts.peers,
+    std::erase_if(all_contexts.peer_accesses,
                   [=](const auto& pair) { return pair.first == context || pair.second == context; });
 }
 
-// Destroy all streams, events and memory of a context that ends, and disable its peer access.
+// Destroy all streams, events, textures, arrays and memory of a context that ends, and disable its peer access.
 void destroy_contents(const ContextRef& context) {
     close_streams(context);
     destroy_context_streams(context->handle);
@@ -91,7 +91,7 @@ void destroy_contents(const ContextRef& context) {
     destroy_context_textures(context->handle);
     destroy_context_arrays(context->handle);
     destroy_context_memory(context->handle);
-    forget_peers(context->handle);
+    remove_peer_accesses(context->handle);
 }
 
 Result create_context(Handle* handle, std::uint32_t flags, Device device) {
@@ -222,7 +222,7 @@ void destroy_green_context(const ContextRef& context) {
     context->is_alive = false;
     close_streams(context);
     destroy_context_streams(context->handle);
-    forget_peers(context->handle);
+    remove_peer_accesses(context->handle);
     (void)release_primary(context->device, false);
 }
 
@@ -435,7 +435,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxEnablePeerAccess(Handle peer, unsigned flags) {
         }
         Contexts& all_contexts = contexts();
         std::lock_guard lock(all_contexts.mutex);
-        return all_contexts.peers.emplace(context->handle, peer).second ? success : peer_access_already_enabled;
+        return all_contexts.peer_accesses.emplace(context->handle, peer).second ? success : peer_access_already_enabled;
     });
 }
 
@@ -447,7 +447,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxDisablePeerAccess(Handle peer) {
         }
         Contexts& all_contexts = contexts();
         std::lock_guard lock(all_contexts.mutex);
-        return all_contexts.peers.erase({context->handle, peer}) == 1 ? success : peer_access_not_enabled;
+        return all_contexts.peer_accesses.erase({context->handle, peer}) == 1 ? success : peer_access_not_enabled;
     });
 }
 

@@ -185,7 +185,7 @@ Handle add_imported_event(const ContextRef& context, std::shared_ptr<SharedEvent
 }
 
 void destroy_context_events(Handle context) {
-    events().take_all([=](const Event& event) { return event.context == context; });
+    events().take_if([=](const Event& event) { return event.context == context; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventCreate(Handle* handle, unsigned flags) {

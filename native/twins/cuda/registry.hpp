@@ -54,7 +54,7 @@ public:
     }
 
     // Remove and return all objects for which the predicate is true, for example the objects of a context that ends.
-    template <typename Predicate> std::vector<std::shared_ptr<Object>> take_all(Predicate&& predicate) {
+    template <typename Predicate> std::vector<std::shared_ptr<Object>> take_if(Predicate&& predicate) {
         std::vector<std::shared_ptr<Object>> removed_objects;
         std::lock_guard lock(mutex_);
         for (auto entry = objects_.begin(); entry != objects_.end();) {
@@ -73,7 +73,7 @@ private:
     const std::string_view kind_;
     std::mutex mutex_;
     std::map<Handle, std::shared_ptr<Object>> objects_;
-    // Handles of objects that take_all has removed. The release of such a handle is an error, but no double release.
+    // Handles of objects that take_if has removed. The release of such a handle is an error, but no double release.
     std::set<Handle> removed_with_context_;
 };
 

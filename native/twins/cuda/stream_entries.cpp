@@ -111,7 +111,7 @@ Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream, 
 }
 
 void destroy_context_streams(Handle context) {
-    const auto removed_streams = streams().take_all([=](const Stream& stream) {
+    const auto removed_streams = streams().take_if([=](const Stream& stream) {
         const ContextRef owner = stream.context.lock();
         return !owner || owner->handle == context;
     });

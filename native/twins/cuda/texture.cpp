@@ -1,5 +1,5 @@
-// Texture and surface objects. Only kernels read and write memory through them, so the twin only stores their
-// descriptions.
+// Texture and surface objects. Only kernels use these objects to access memory, and the twin runs no kernels. So the
+// twin checks the descriptions of the objects, stores them and returns them.
 #include "cuda/texture.hpp"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ constexpr std::uint32_t known_texture_flags = 0x73;
 struct Texture {
     Handle context = 0;
     ResourceDescription resource{};
-    TextureDescription texture{};
+    TextureDescription description{};
     ViewDescription view{};
     bool has_view = false;
 };
@@ -37,7 +37,7 @@ Registry<Surface>& surfaces() {
     return *instance;
 }
 
-// Return whether the address is aligned for textures, and memory of at least this length follows it.
+// Return whether the address is aligned for textures, and at least `length_bytes` of memory begin there.
 bool is_texture_memory(DevicePointer address, std::uint64_t length_bytes) {
     const RangeRef range = find_range(address);
     return range && address % texture_alignment_bytes == 0 && length_bytes != 0 &&
@@ -85,14 +85,14 @@ Result create_texture(const ContextRef& context, Handle* handle, const ResourceD
         !is_valid_texture(*description, resource->type)) {
         return invalid_value;
     }
-    const bool is_of_array = resource->type == resource_array || resource->type == resource_mipmap;
-    if (view != nullptr && !is_of_array) {
+    const bool is_array_resource = resource->type == resource_array || resource->type == resource_mipmap;
+    if (view != nullptr && !is_array_resource) {
         return invalid_value;
     }
     auto texture = std::make_shared<Texture>();
     texture->context = context->contents_owner;
     texture->resource = *resource;
-    texture->texture = *description;
+    texture->description = *description;
     texture->has_view = view != nullptr;
     texture->view = view != nullptr ? *view : ViewDescription{};
     *handle = make_handle();
@@ -116,21 +116,21 @@ Result create_surface(const ContextRef& context, Handle* handle, const ResourceD
     return success;
 }
 
-// Run `body` with a texture or surface. The body stores a description in *result.
+// Run `body` with a texture or surface. The body stores a description in *description.
 template <typename Object, typename Description, typename Body>
-Result query_object(std::string_view symbol, Registry<Object>* objects, Handle handle, Description* result,
+Result query_object(std::string_view symbol, Registry<Object>* objects, Handle handle, Description* description,
                     Body&& body) {
     return run_entry_in_context(symbol, [&](const ContextRef&) {
         const auto object = objects->find(handle);
-        return object && result != nullptr ? body(*object) : invalid_value;
+        return object && description != nullptr ? body(*object) : invalid_value;
     });
 }
 
 } // namespace
 
 void destroy_context_textures(Handle context) {
-    textures().take_all([=](const Texture& texture) { return texture.context == context; });
-    surfaces().take_all([=](const Surface& surface) { return surface.context == context; });
+    textures().take_if([=](const Texture& texture) { return texture.context == context; });
+    surfaces().take_if([=](const Surface& surface) { return surface.context == context; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuTexObjectCreate(Handle* handle, const ResourceDescription* resource,
@@ -145,28 +145,29 @@ GDRKIT_CUDA_ENTRY Result cuTexObjectDestroy(Handle handle) {
                                 [&](const ContextRef&) { return textures().take(handle) ? success : invalid_value; });
 }
 
-GDRKIT_CUDA_ENTRY Result cuTexObjectGetResourceDesc(ResourceDescription* result, Handle handle) {
-    return query_object("cuTexObjectGetResourceDesc", &textures(), handle, result, [&](const Texture& texture) {
-        *result = texture.resource;
+GDRKIT_CUDA_ENTRY Result cuTexObjectGetResourceDesc(ResourceDescription* description, Handle handle) {
+    return query_object("cuTexObjectGetResourceDesc", &textures(), handle, description, [&](const Texture& texture) {
+        *description = texture.resource;
         return success;
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuTexObjectGetTextureDesc(TextureDescription* result, Handle handle) {
-    return query_object("cuTexObjectGetTextureDesc", &textures(), handle, result, [&](const Texture& texture) {
-        *result = texture.texture;
+GDRKIT_CUDA_ENTRY Result cuTexObjectGetTextureDesc(TextureDescription* description, Handle handle) {
+    return query_object("cuTexObjectGetTextureDesc", &textures(), handle, description, [&](const Texture& texture) {
+        *description = texture.description;
         return success;
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuTexObjectGetResourceViewDesc(ViewDescription* result, Handle handle) {
-    return query_object("cuTexObjectGetResourceViewDesc", &textures(), handle, result, [&](const Texture& texture) {
-        if (!texture.has_view) {
-            return invalid_value;
-        }
-        *result = texture.view;
-        return success;
-    });
+GDRKIT_CUDA_ENTRY Result cuTexObjectGetResourceViewDesc(ViewDescription* description, Handle handle) {
+    return query_object("cuTexObjectGetResourceViewDesc", &textures(), handle, description,
+                        [&](const Texture& texture) {
+                            if (!texture.has_view) {
+                                return invalid_value;
+                            }
+                            *description = texture.view;
+                            return success;
+                        });
 }
 
 GDRKIT_CUDA_ENTRY Result cuSurfObjectCreate(Handle* handle, const ResourceDescription* resource) {
@@ -179,9 +180,9 @@ GDRKIT_CUDA_ENTRY Result cuSurfObjectDestroy(Handle handle) {
                                 [&](const ContextRef&) { return surfaces().take(handle) ? success : invalid_value; });
 }
 
-GDRKIT_CUDA_ENTRY Result cuSurfObjectGetResourceDesc(ResourceDescription* result, Handle handle) {
-    return query_object("cuSurfObjectGetResourceDesc", &surfaces(), handle, result, [&](const Surface& surface) {
-        *result = surface.resource;
+GDRKIT_CUDA_ENTRY Result cuSurfObjectGetResourceDesc(ResourceDescription* description, Handle handle) {
+    return query_object("cuSurfObjectGetResourceDesc", &surfaces(), handle, description, [&](const Surface& surface) {
+        *description = surface.resource;
         return success;
     });
 }

@@ -12,7 +12,8 @@
 namespace gdrkit::twin {
 namespace {
 
-// Parse the hexadecimal number before the separator (0: the whole text), and remove the number and the separator.
+// Parse the hexadecimal number before the separator, and remove the number and the separator from the text. If the
+// separator is 0, the whole text is the number.
 bool parse_hex_field(std::string_view* text, char separator, int* value) {
     const auto end = separator == 0 ? text->size() : text->find(separator);
     if (end == std::string_view::npos) {

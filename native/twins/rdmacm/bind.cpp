@@ -146,7 +146,7 @@ int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, in
             std::memcpy(&id->route.addr.dst_storage, dst_addr, get_address_length(dst_addr));
             const int error = resolve(identifier, get_ip(dst_addr));
             identifier->state = error == 0 ? State::addr_resolved : State::bound;
-            report(identifier, error == 0 ? RDMA_CM_EVENT_ADDR_RESOLVED : RDMA_CM_EVENT_ADDR_ERROR, -error);
+            queue_event(identifier, error == 0 ? RDMA_CM_EVENT_ADDR_RESOLVED : RDMA_CM_EVENT_ADDR_ERROR, -error);
         }
         return wait_if_synchronous(identifier);
     });
@@ -167,7 +167,7 @@ int rdma_resolve_route(rdma_cm_id* id, int) {
                 return error;
             }
             identifier->state = State::route_resolved;
-            report(identifier, RDMA_CM_EVENT_ROUTE_RESOLVED);
+            queue_event(identifier, RDMA_CM_EVENT_ROUTE_RESOLVED);
         }
         return wait_if_synchronous(identifier);
     });

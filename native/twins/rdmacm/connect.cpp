@@ -71,11 +71,11 @@ void report_unreachable(Identifier* id, int error) {
                            [&](const ibv_gid_entry& entry) { return is_same_gid(entry.gid, id->remote_gid); });
     });
     if (error != ECONNREFUSED || !is_local_host) {
-        report(id, RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT); // no connection manager answers
+        queue_event(id, RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT); // no connection manager answers
     } else if (is_datagram(*id)) {
-        report(id, RDMA_CM_EVENT_UNREACHABLE, datagram_unsupported);
+        queue_event(id, RDMA_CM_EVENT_UNREACHABLE, datagram_unsupported);
     } else {
-        report(id, RDMA_CM_EVENT_REJECTED, rejected_no_listener);
+        queue_event(id, RDMA_CM_EVENT_REJECTED, rejected_no_listener);
     }
 }
 
@@ -176,7 +176,7 @@ int listen_identifier(Identifier* id, int backlog) {
     if (error != 0) {
         return error;
     }
-    id->backlog = backlog > 0 && backlog < max_backlog ? backlog : max_backlog;
+    id->free_backlog = backlog > 0 && backlog < max_backlog ? backlog : max_backlog;
     error = open_listeners(id);
     id->state = error == 0 ? State::listening : id->state;
     return error;
@@ -332,7 +332,7 @@ int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
             return EISCONN; // as cm_establish in the kernel
         }
         connection->phase = Phase::established;
-        report(identifier, RDMA_CM_EVENT_ESTABLISHED);
+        queue_event(identifier, RDMA_CM_EVENT_ESTABLISHED);
         return 0;
     });
 }

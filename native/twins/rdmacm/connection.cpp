@@ -40,7 +40,7 @@ void set_timer(Connection* connection, std::chrono::milliseconds delay, void (*o
 void report_to_program(Connection* connection, QueuedEvent event) {
     Identifier* const id = connection->id;
     if (id != nullptr && (!id->is_passive || id->is_accepted)) {
-        report(id, event);
+        queue_event(id, event);
     }
 }
 
@@ -198,13 +198,13 @@ void on_request(Connection* connection, const wire::Message& request) {
         return;
     }
     // If the backlog is full or no identifier can be made, reject the request, as the kernel does.
-    Identifier* const id = listener->backlog > 0 ? make_identifier_for_request(*listener, request) : nullptr;
+    Identifier* const id = listener->free_backlog > 0 ? make_identifier_for_request(*listener, request) : nullptr;
     if (id == nullptr) {
         const int reason = is_for_datagrams ? datagram_rejected : rejected_by_program;
         reject(connection, reject_type, static_cast<std::uint32_t>(reason));
         return;
     }
-    --listener->backlog;
+    --listener->free_backlog;
     cancel_timer(connection->timer_token);
     connection->phase = Phase::received_request;
     connection->listener = nullptr;
@@ -215,7 +215,7 @@ void on_request(Connection* connection, const wire::Message& request) {
     event.conn.initiator_depth = id->initiator_depth;
     event.is_datagram = is_for_datagrams;
     event.new_id = id;
-    report(listener, event);
+    queue_event(listener, event);
 }
 
 void on_reply(Connection* connection, const wire::Message& reply) {

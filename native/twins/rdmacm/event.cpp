@@ -19,30 +19,30 @@ struct ProgramEvent {
     std::shared_ptr<verbs::EventCounter> counter;
 };
 
-void copy_parameters(const QueuedEvent& queued, ProgramEvent* event) {
-    event->private_data = queued.private_data;
-    const void* const private_data = queued.private_bytes == 0 ? nullptr : event->private_data.data();
-    if (queued.is_datagram) {
-        event->abi.param.ud = queued.ud;
+void copy_parameters(const QueuedEvent& queued_event, ProgramEvent* event) {
+    event->private_data = queued_event.private_data;
+    const void* const private_data = queued_event.private_bytes == 0 ? nullptr : event->private_data.data();
+    if (queued_event.is_datagram) {
+        event->abi.param.ud = queued_event.ud;
         event->abi.param.ud.private_data = private_data;
-        event->abi.param.ud.private_data_len = queued.private_bytes;
+        event->abi.param.ud.private_data_len = queued_event.private_bytes;
         return;
     }
-    event->abi.param.conn = queued.conn;
+    event->abi.param.conn = queued_event.conn;
     event->abi.param.conn.private_data = private_data;
-    event->abi.param.conn.private_data_len = queued.private_bytes;
+    event->abi.param.conn.private_data_len = queued_event.private_bytes;
 }
 
 // Give the identifier of a request to the program. Return false if the program must not see the event.
-bool present_request(const QueuedEvent& queued, ProgramEvent* event) {
-    Identifier* const listener = queued.id;
-    event->abi.id = &queued.new_id->abi;
+bool prepare_request(const QueuedEvent& queued_event, ProgramEvent* event) {
+    Identifier* const listener = queued_event.id;
+    event->abi.id = &queued_event.new_id->abi;
     event->abi.listen_id = &listener->abi;
     {
         std::lock_guard lock(manager_mutex());
-        ++listener->backlog; // the kernel counts only requests that the program has not seen
+        ++listener->free_backlog; // in the kernel, only requests that the program has not taken fill the backlog
     }
-    // The requests of a synchronous listener are synchronous, too.
+    // If the listener is synchronous, the new identifier becomes synchronous, too.
     if (listener->is_synchronous && rdma_migrate_id(event->abi.id, nullptr) != 0) {
         rdma_destroy_id(event->abi.id);
         return false;
@@ -51,9 +51,9 @@ bool present_request(const QueuedEvent& queued, ProgramEvent* event) {
 }
 
 // Attach the queue pair of the identifier to the group. On failure the event becomes RDMA_CM_EVENT_MULTICAST_ERROR.
-bool present_join(const QueuedEvent& queued, ProgramEvent* event) {
+bool prepare_join(const QueuedEvent& queued_event, ProgramEvent* event) {
     void* context = nullptr;
-    event->abi.status = attach_to_group(queued.id, queued.group, &context);
+    event->abi.status = attach_to_group(queued_event.id, queued_event.group, &context);
     event->abi.param.ud.private_data = context;
     if (event->abi.status != 0) {
         event->abi.event = RDMA_CM_EVENT_MULTICAST_ERROR;
@@ -62,15 +62,15 @@ bool present_join(const QueuedEvent& queued, ProgramEvent* event) {
 }
 
 // Carry out what librdmacm does before the program sees the event. Return false if the program must not see the event.
-bool present_event(const QueuedEvent& queued, ProgramEvent* event) {
-    Identifier* const id = queued.id;
-    event->abi.event = queued.type;
-    event->abi.status = queued.status;
+bool prepare_event(const QueuedEvent& queued_event, ProgramEvent* event) {
+    Identifier* const id = queued_event.id;
+    event->abi.event = queued_event.type;
+    event->abi.status = queued_event.status;
     event->abi.id = &id->abi;
-    copy_parameters(queued, event);
-    switch (queued.type) {
+    copy_parameters(queued_event, event);
+    switch (queued_event.type) {
     case RDMA_CM_EVENT_CONNECT_REQUEST:
-        return present_request(queued, event);
+        return prepare_request(queued_event, event);
     case RDMA_CM_EVENT_CONNECT_RESPONSE:
         if (id->abi.qp == nullptr) {
             return true; // the program connects its queue pair itself and calls rdma_establish
@@ -88,7 +88,7 @@ bool present_event(const QueuedEvent& queued, ProgramEvent* event) {
     case RDMA_CM_EVENT_DISCONNECTED:
         return !id->has_connect_failed;
     case RDMA_CM_EVENT_MULTICAST_JOIN:
-        return present_join(queued, event);
+        return prepare_join(queued_event, event);
     default:
         return true;
     }
@@ -96,17 +96,17 @@ bool present_event(const QueuedEvent& queued, ProgramEvent* event) {
 
 } // namespace
 
-void report(Identifier* id, QueuedEvent event) {
+void queue_event(Identifier* id, QueuedEvent event) {
     event.id = id;
     event.counter = id->counter;
     id->channel->events.push(event);
 }
 
-void report(Identifier* id, rdma_cm_event_type type, int status) {
+void queue_event(Identifier* id, rdma_cm_event_type type, int status) {
     QueuedEvent event;
     event.type = type;
     event.status = status;
-    report(id, event);
+    queue_event(id, event);
 }
 
 int wait_if_synchronous(Identifier* id) {
@@ -158,19 +158,19 @@ int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
         }
         for (;;) {
             auto program_event = std::make_unique<ProgramEvent>();
-            QueuedEvent queued;
+            QueuedEvent queued_event;
             const int error = channel_object->events.take(
-                &queued, [](const QueuedEvent& taken_event) { taken_event.counter->count_taken(); });
+                &queued_event, [](const QueuedEvent& taken_event) { taken_event.counter->count_taken(); });
             if (error != 0) {
                 return error;
             }
-            program_event->counter = queued.counter;
-            if (present_event(queued, program_event.get())) {
+            program_event->counter = queued_event.counter;
+            if (prepare_event(queued_event, program_event.get())) {
                 ledger_add("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event.get()));
                 *event = &program_event.release()->abi;
                 return 0;
             }
-            queued.counter->acknowledge(1);
+            queued_event.counter->acknowledge(1);
         }
     });
 }

@@ -83,7 +83,7 @@ struct Identifier {
     bool ipv6_only = false;
     // Used by a listener.
     std::vector<std::pair<Fd, Token>> listeners;
-    int backlog = 0;
+    int free_backlog = 0; // number of requests that the backlog can still hold
     // If this is not 0, the connection manager answers datagram requests (SIDR) with this number, and reports no event.
     std::uint32_t automatic_qp_num = 0;
     // Used by an identifier with a connection. `responder_resources` and `initiator_depth` describe this side.
@@ -116,8 +116,8 @@ void set_local(Identifier* id, const LocalPort& local);
 void set_source(Identifier* id, const IpAddress& address, std::uint16_t port);
 
 // Queue an event of the identifier. The caller holds the lock of the manager.
-void report(Identifier* id, QueuedEvent event);
-void report(Identifier* id, rdma_cm_event_type type, int status = 0);
+void queue_event(Identifier* id, QueuedEvent event);
+void queue_event(Identifier* id, rdma_cm_event_type type, int status = 0);
 
 // Wait for the event of a call on a synchronous identifier, and keep it in `id->event`. Return 0, or the errno or the
 // positive status that the event reports. Does nothing for an identifier with a channel of the program.

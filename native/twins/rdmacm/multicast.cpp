@@ -48,7 +48,7 @@ int join_group(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, v
     event.ud.ah_attr.grh.dgid = make_group_gid(group);
     event.ud.qp_num = multicast_qp_num;
     event.ud.qkey = id->qkey;
-    report(id, event);
+    queue_event(id, event);
     return 0;
 }
 

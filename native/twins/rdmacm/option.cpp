@@ -65,7 +65,7 @@ int set_path(Identifier* id, const void* value, std::size_t length) {
         return error;
     }
     id->state = State::route_resolved;
-    report(id, RDMA_CM_EVENT_ROUTE_RESOLVED);
+    queue_event(id, RDMA_CM_EVENT_ROUTE_RESOLVED);
     return 0;
 }
 

@@ -74,8 +74,8 @@ void test_async_copy_is_delayed() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// main() sets the largest delay. The mean delay is half of it. The sum of 20 random delays is almost certainly more
-// than a quarter of 20 mean delays.
+// The mean delay is half of the largest delay, which main() sets. The sum of 20 random delays is almost certainly more
+// than a quarter of the expected sum.
 void test_work_is_delayed_at_random() {
     constexpr int rounds_count = 20;
     const Handle stream = create_stream(stream_non_blocking);
@@ -277,9 +277,9 @@ void test_destroyed_stream_finishes() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// A copy between two contexts runs after all earlier work, and before all later work, of both contexts and of the
-// current context. This is true even for streams that do not wait for the default stream. The call does not wait for
-// the copy.
+// cuMemcpyPeer runs its copy after all earlier work, and before all later work, of both contexts in its arguments and
+// of the current context. This is true even for streams that do not wait for the default stream. The call does
+// not wait for the copy. In this test, the arguments name the second context twice, and the first context is current.
 void test_peer_copy_waits_for_all_streams() {
     constexpr u64 length_bytes = 100;
     Handle first_context = 0, second_context = 0;
@@ -294,12 +294,12 @@ void test_peer_copy_waits_for_all_streams() {
     EXPECT_SUCCESS("cuCtxPushCurrent_v2", second_context);
     const Handle reader = create_stream(stream_non_blocking);
     const u64 to = allocate(length_bytes);
-    void* bytes = nullptr;
-    EXPECT_SUCCESS("cuMemHostAlloc", &bytes, length_bytes, 0U);
+    void* host = nullptr;
+    EXPECT_SUCCESS("cuMemHostAlloc", &host, length_bytes, 0U);
     EXPECT_SUCCESS("cuCtxSetCurrent", first_context);
     EXPECT_SUCCESS("cuMemcpyPeer", to, second_context, from, second_context, length_bytes);
     EXPECT_SUCCESS("cuCtxSetCurrent", second_context);
-    EXPECT_SUCCESS("cuMemcpyDtoHAsync_v2", bytes, to, length_bytes, reader);
+    EXPECT_SUCCESS("cuMemcpyDtoHAsync_v2", host, to, length_bytes, reader);
     // Without a wait for the peer copy, the copy in `reader` would be done within this time.
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
     while (std::chrono::steady_clock::now() < deadline) {
@@ -307,8 +307,8 @@ void test_peer_copy_waits_for_all_streams() {
     }
     gate.open();
     EXPECT_SUCCESS("cuStreamSynchronize", reader);
-    CHECK(static_cast<unsigned char*>(bytes)[length_bytes - 1] == 2);
-    EXPECT_SUCCESS("cuMemFreeHost", bytes);
+    CHECK(static_cast<unsigned char*>(host)[length_bytes - 1] == 2);
+    EXPECT_SUCCESS("cuMemFreeHost", host);
     EXPECT_SUCCESS("cuMemFree_v2", to);
     EXPECT_SUCCESS("cuStreamDestroy_v2", reader);
     EXPECT_SUCCESS("cuCtxPopCurrent_v2", &second_context);

@@ -1,5 +1,5 @@
-// Tests of the functions that the software twin of libibverbs exports: exactly the functions that the contract (a list
-// in native/twins/contracts) lists. Unimplemented functions fail by their conventions.
+// The software twin of libibverbs exports exactly the symbols that the contract (lists in native/twins/contracts)
+// names. Each unimplemented function reports EOPNOTSUPP in the way that the contract states.
 #include <dlfcn.h>
 #include <elf.h>
 
@@ -75,8 +75,8 @@ private:
         CHECK(false && "no section of this type");
         return sections_[0];
     }
-    [[nodiscard]] std::string string_at(const Elf64_Shdr& section_with_strings, std::size_t offset) const {
-        return file_.data() + sections_[section_with_strings.sh_link].sh_offset + offset;
+    [[nodiscard]] std::string string_at(const Elf64_Shdr& section, std::size_t offset) const {
+        return file_.data() + sections_[section.sh_link].sh_offset + offset;
     }
     void read_versions() {
         const Elf64_Shdr& definitions = find_section(SHT_GNU_verdef);
@@ -102,30 +102,30 @@ std::string remove_default_mark(std::string name) {
     return mark == std::string::npos ? name : name.erase(mark, 1);
 }
 
-// A private entry with one of its version numbers, as a line of ibverbs.conventions, for example
-// "verbs_set_ops@IBVERBS_PRIVATE_34 void". `is_default` is true for the first number.
-struct PrivateEntry {
+// A private symbol of libibverbs in one of its versions. `line` has the format of ibverbs.conventions, for example
+// "verbs_set_ops@IBVERBS_PRIVATE_34 void". `is_default` is true for the first version of the contract.
+struct PrivateSymbol {
     std::string line;
     bool is_default;
 };
 
-std::vector<PrivateEntry> read_private_entries() {
+std::vector<PrivateSymbol> read_private_symbols() {
     const std::vector<std::string> lines = read_contract_lines("ibverbs_private.conventions");
     std::istringstream first_line(lines.at(0));
-    std::string number;
-    CHECK(first_line >> number && number == "numbers");
-    std::vector<PrivateEntry> entries;
-    for (bool is_default = true; first_line >> number; is_default = false) {
+    std::string private_version;
+    CHECK(first_line >> private_version && private_version == "numbers");
+    std::vector<PrivateSymbol> symbols;
+    for (bool is_default = true; first_line >> private_version; is_default = false) {
         for (auto line = lines.begin() + 1; line != lines.end(); ++line) {
             const auto space = line->find(' ');
             std::string name = line->substr(0, space);
             if (name.ends_with('#')) {
-                name.replace(name.size() - 1, 1, number);
+                name.replace(name.size() - 1, 1, private_version);
             }
-            entries.push_back({name + "@IBVERBS_PRIVATE_" + number + line->substr(space), is_default});
+            symbols.push_back({name + "@IBVERBS_PRIVATE_" + private_version + line->substr(space), is_default});
         }
     }
-    return entries;
+    return symbols;
 }
 
 void test_exports_match_contract() {
@@ -134,11 +134,11 @@ void test_exports_match_contract() {
     for (const std::string& line : read_contract_lines("ibverbs.symbols")) {
         CHECK(contract.insert(line).second);
     }
-    std::set<std::string> exported_names, conventions;
-    for (const PrivateEntry& entry : read_private_entries()) {
-        std::string name = entry.line.substr(0, entry.line.find(' '));
-        CHECK(conventions.insert(name).second);
-        if (entry.is_default) {
+    std::set<std::string> exported_names, names_with_convention;
+    for (const PrivateSymbol& symbol : read_private_symbols()) {
+        std::string name = symbol.line.substr(0, symbol.line.find(' '));
+        CHECK(names_with_convention.insert(name).second);
+        if (symbol.is_default) {
             name.insert(name.find('@'), "@");
         }
         CHECK(contract.insert(name).second);
@@ -158,9 +158,9 @@ void test_exports_match_contract() {
         CHECK(exported_names.insert(remove_default_mark(name)).second);
     }
     for (const std::string& line : read_contract_lines("ibverbs.conventions")) {
-        CHECK(conventions.insert(line.substr(0, line.find(' '))).second);
+        CHECK(names_with_convention.insert(line.substr(0, line.find(' '))).second);
     }
-    CHECK(exported_names == conventions);
+    CHECK(exported_names == names_with_convention);
 }
 
 // A type by which the test can call every function, because unimplemented functions ignore their arguments, and up to
@@ -204,8 +204,8 @@ int main() {
     for (const std::string& line : read_contract_lines("ibverbs.conventions")) {
         check_convention(library, line);
     }
-    for (const PrivateEntry& entry : read_private_entries()) {
-        check_convention(library, entry.line);
+    for (const PrivateSymbol& symbol : read_private_symbols()) {
+        check_convention(library, symbol.line);
     }
     return 0;
 }

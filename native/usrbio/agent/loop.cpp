@@ -174,7 +174,7 @@ void Loop::set_file(std::uint64_t client, const FileSpec& spec, Descriptor descr
         file->spec = spec;
         // The thread of the caller closes the old LocalFile, because a close that frees the blocks of a deleted file
         // takes long.
-        std::swap(file->local, local);
+        std::swap(file->local_file, local);
     });
 }
 
@@ -224,7 +224,7 @@ bool Loop::remove_file(std::uint64_t client, std::uint64_t inode, std::chrono::m
                 return nullptr;
             File& file = *entry->second;
             file.is_closing = true;
-            local = std::move(file.local);
+            local = std::move(file.local_file);
             if (file.in_flight == 0) {
                 files.erase(entry);
                 return nullptr;
@@ -244,7 +244,7 @@ bool Loop::remove_ring(std::uint64_t client, const Id& id, std::chrono::millisec
             Ring& ring = *entry->second.ring;
             ring.is_closing = true;
             stop_draining(ring);
-            if (ring.side->outstanding() == 0) {
+            if (ring.agent_side->outstanding() == 0) {
                 rings.erase(entry);
                 return nullptr;
             }
@@ -269,7 +269,7 @@ void Loop::connect(int socket, std::vector<std::uint16_t> queue_pair_nics, std::
         queue_pair_nics_ = queue_pair_nics;
         generation_ = generation;
         is_connected_ = true;
-        has_refusal_ = false;
+        has_memory_refusal_ = false;
         last_result_time_ = Clock::now();
         for (std::uint32_t index = 0; index < in_flight_.size(); ++index)
             if (in_flight_[index].ring != nullptr)
@@ -293,18 +293,18 @@ bool Loop::disconnect() {
             for (const auto& [inode, file] : client->files)
                 file->spec.read_handle = file->spec.write_handle = 0;
         for (std::uint32_t index = 0; index < in_flight_.size(); ++index)
-            if (in_flight_[index].ring != nullptr && (!has_refusal_ || in_flight_[index].buffer->is_refused))
+            if (in_flight_[index].ring != nullptr && (!has_memory_refusal_ || in_flight_[index].buffer->is_refused))
                 complete_operation(index, -EREMOTEIO);
         publish_completions();
-        return has_refusal_;
+        return has_memory_refusal_;
     });
 }
 
 void Loop::abandon() {
     run_in_thread([&] {
-        if (!has_refusal_)
+        if (!has_memory_refusal_)
             return;
-        has_refusal_ = false;
+        has_memory_refusal_ = false;
         for (std::uint32_t index = 0; index < in_flight_.size(); ++index)
             if (in_flight_[index].ring != nullptr)
                 complete_operation(index, -EREMOTEIO);
@@ -368,7 +368,7 @@ void Loop::run() {
 bool Loop::announce_sleep() {
     for (const auto& rings : rings_) {
         for (Ring* ring : rings) {
-            if (ring->memory.was_truncated() || !ring->side->prepare_to_sleep())
+            if (ring->memory.was_truncated() || !ring->agent_side->prepare_to_sleep())
                 return false;
             ring->is_asleep = true;
         }
@@ -393,7 +393,7 @@ void Loop::sleep() {
         std::int64_t deadline_ns = -1;
         for (const auto& rings : rings_)
             for (const Ring* ring : rings)
-                if (const std::int64_t held_until_ns = ring->side->held_until_ns();
+                if (const std::int64_t held_until_ns = ring->agent_side->held_until_ns();
                     held_until_ns >= 0 && (deadline_ns < 0 || held_until_ns < deadline_ns))
                     deadline_ns = held_until_ns;
         if (is_connected_ && has_in_flight()) {
@@ -413,7 +413,7 @@ void Loop::sleep() {
     for (const auto& rings : rings_)
         for (Ring* ring : rings)
             if (std::exchange(ring->is_asleep, false))
-                ring->side->end_sleep();
+                ring->agent_side->end_sleep();
 }
 
 } // namespace gdrkit::usrbio::agent

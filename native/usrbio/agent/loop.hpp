@@ -44,9 +44,9 @@ struct Buffer {
 
 struct File {
     FileSpec spec;
-    std::unique_ptr<LocalFile> local; // Null: every operation goes to the storage server.
-    std::size_t in_flight = 0;        // Number of operations in flight.
-    bool is_closing = false;          // The file is removed when its operations in flight have ended.
+    std::unique_ptr<LocalFile> local_file; // Null: every operation goes to the storage server.
+    std::size_t in_flight = 0;             // Number of operations in flight.
+    bool is_closing = false;               // The file is removed when its operations in flight have ended.
     std::vector<DrainPromise> drain_waiters;
 };
 
@@ -128,7 +128,7 @@ private:
 
     // The objects that the last checked entry of a claim named. Most entries name the same objects. No object is
     // removed while the entries of a claim are handled.
-    struct Target {
+    struct EntryObjects {
         Id id{}; // Id of the buffer.
         Buffer* buffer = nullptr;
         File* file = nullptr;
@@ -163,7 +163,7 @@ private:
     void post_completion(Ring& ring, std::uint32_t position, std::int64_t result);
     // Returns whether the loop must not claim further entries now.
     bool is_full() const noexcept {
-        return free_indices_.empty() || has_refusal_ || (connection_ && connection_->has_backlog());
+        return free_indices_.empty() || has_memory_refusal_ || (connection_ && connection_->has_backlog());
     }
     void publish_completions();
     void report_broken_ring(Ring& ring);
@@ -197,7 +197,7 @@ private:
     bool is_connected_ = false;
     // True if the last connection ended because a NIC refused the memory of one operation. Until the next connection,
     // the loop claims no entries, and the operations in other memory wait.
-    bool has_refusal_ = false;
+    bool has_memory_refusal_ = false;
     std::uint64_t generation_ = 0;
     std::vector<std::uint16_t> queue_pair_nics_;
     // Time from which the timeout of the server is measured: the last result, or the first operation after a time
@@ -216,7 +216,7 @@ private:
     std::vector<storage::Operation> unsent_requests_;
     std::vector<Ring*> unpublished_rings_;
     std::vector<ClaimedOperation> claimed_entries_;
-    Target last_target_;
+    EntryObjects last_entry_objects_;
     Statistics statistics_;
     bool is_stopping_ = false;
     std::thread thread_;

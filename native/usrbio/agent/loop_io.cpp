@@ -9,8 +9,8 @@
 namespace gdrkit::usrbio::agent {
 namespace {
 
-// Largest number of entries claimed from one ring at once, by priority (high, normal, low). This limit bounds the delay
-// of other rings of the same priority.
+// Largest number of entries claimed from one ring in one pass, by priority (high, normal, low). This limit bounds the
+// delay of other rings of the same priority.
 constexpr std::array<std::size_t, priority_class_count> entries_per_pass = {256, 128, 32};
 // Every 8th pass drains the rings of normal priority first, and every 16th pass the rings of low priority. So rings of
 // every priority make progress.
@@ -22,8 +22,8 @@ constexpr std::uint64_t bytes_per_queue_pair = 256 * 1024;
 
 constexpr std::uint64_t forbid_read_holes = 2; // HF3FS_IOR_FORBID_READ_HOLES
 
-// When the loop has copied this many bytes for one ring, the other rings have their turn. The storage server executes
-// the entries of the ring that the loop has claimed by then and not yet read.
+// Number of bytes that the loop copies for one ring in one pass. The loop sends the other claimed entries to the
+// storage server and then continues with the next ring.
 constexpr std::uint64_t local_bytes_per_pass = 1024 * 1024;
 // Number of bytes of local reads after which their completions are published. The application then works on them while
 // the loop continues.
@@ -83,13 +83,14 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
     bool has_claimed_all = false;
     bool has_claimed = false;
     do {
-        // Claim as many entries as fit into the rest of the pass if they are as long as the last one.
+        // Estimate how many entries fit into the bytes that this pass may still copy. The estimate assumes that each
+        // entry is as long as the last claimed one.
         const std::uint64_t fitting_count =
             (bytes_end - local_bytes_) / std::max<std::uint64_t>(ring.last_claimed_length, 1);
         const std::size_t limit =
             std::min({remaining_entries, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting_count)});
-        const std::size_t count = ring.side->claim({claimed_entries_.data(), limit}, now_ns);
-        last_target_ = {};
+        const std::size_t count = ring.agent_side->claim({claimed_entries_.data(), limit}, now_ns);
+        last_entry_objects_ = {};
         for (std::size_t index = 0; index < count; ++index)
             handle_entry(ring, claimed_entries_[index]);
         run_local_reads(ring);
@@ -99,7 +100,7 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
         has_claimed_all = count < limit;
         remaining_entries -= count;
     } while (!has_claimed_all && remaining_entries != 0 && !free_indices_.empty() && local_bytes_ < bytes_end);
-    ring.is_broken = ring.side->is_broken();
+    ring.is_broken = ring.agent_side->is_broken();
     return has_claimed || ring.is_broken;
 }
 
@@ -123,17 +124,17 @@ void Loop::handle_entry(Ring& ring, const ClaimedOperation& entry) {
     }
 }
 
-// Adds a read of bytes that are in the page cache, into host memory, to the batch that the loop executes itself.
-// Returns false if the storage server has to execute the operation. A local read saves the handovers to the server and
-// the NIC, and a copy.
+// Adds the entry to the batch of local reads, which the loop executes itself. Such a read copies bytes from the page
+// cache directly to host memory, without the server, its staging memory and the NIC. Returns false if the storage
+// server has to execute the operation.
 bool Loop::add_local_read(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file) {
     const Arguments& arguments = entry.arguments;
-    if (!ring.spec.for_read || (ring.spec.flags & forbid_read_holes) != 0 || !file.local ||
+    if (!ring.spec.for_read || (ring.spec.flags & forbid_read_holes) != 0 || !file.local_file ||
         file.spec.read_handle == 0 || !buffer.guard || buffer.guard->has_bus_error() ||
         arguments.length > local_read_bytes_max || local_bytes_ + local_reader_.requested_bytes() >= local_bytes_end_)
         return false;
     auto* const destination = reinterpret_cast<std::byte*>(buffer.spec.mapping + arguments.buffer_offset);
-    if (!local_reader_.add(*file.local, arguments.file_offset, {destination, arguments.length}))
+    if (!local_reader_.add(*file.local_file, arguments.file_offset, {destination, arguments.length}))
         return false;
     local_reads_.push_back({&entry, &buffer, &file});
     if (local_reader_.requested_bytes() >= publish_after_bytes)
@@ -145,12 +146,12 @@ bool Loop::add_local_read(Ring& ring, const ClaimedOperation& entry, Buffer& buf
 void Loop::run_local_reads(Ring& ring) {
     if (local_reads_.empty())
         return;
-    local_bytes_ += local_reader_.run(ring.side->application_processor());
+    local_bytes_ += local_reader_.run(ring.agent_side->application_processor());
     for (std::size_t index = 0; index < local_reads_.size(); ++index) {
         const auto& [entry, buffer, file] = local_reads_[index];
         const std::optional<std::int64_t> result = local_reader_.result(index);
-        // After a bus error, a page of the agent replaces the client's page, and later bytes of the batch may be in the
-        // replacement.
+        // After a bus error, a page of zeros replaces the missing page in the agent's mapping. The batch may have
+        // copied bytes to that page, which the client does not see.
         if (!result || buffer->guard->has_bus_error()) {
             start_operation(ring, *entry, *buffer, *file);
             continue;
@@ -164,12 +165,12 @@ void Loop::run_local_reads(Ring& ring) {
     local_reads_.clear();
     local_reader_.clear();
     if (!ring.is_broken)
-        ring.side->flush(); // The ring stays in unpublished_rings_, for the completions that follow.
+        ring.agent_side->flush(); // The ring stays in unpublished_rings_, for the completions that follow.
 }
 
 void Loop::post_completion(Ring& ring, std::uint32_t position, std::int64_t result) {
     // The position was claimed, so complete() returns true. The completions of a broken ring are not published.
-    ring.side->complete(position, result);
+    ring.agent_side->complete(position, result);
     if (!ring.is_broken && !std::exchange(ring.has_unpublished, true))
         unpublished_rings_.push_back(&ring);
 }
@@ -178,13 +179,13 @@ void Loop::post_completion(Ring& ring, std::uint32_t position, std::int64_t resu
 // with which the loop completes the entry. `entry` is a copy that the client cannot change.
 int Loop::check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer, File*& file) {
     const Arguments& arguments = entry.arguments;
-    if (last_target_.buffer == nullptr ||
-        !std::equal(last_target_.id.begin(), last_target_.id.end(), arguments.buffer_id)) {
-        std::copy_n(arguments.buffer_id, last_target_.id.size(), last_target_.id.begin());
-        const auto buffer_entry = ring.client.buffers.find(last_target_.id);
-        last_target_.buffer = buffer_entry == ring.client.buffers.end() ? nullptr : buffer_entry->second.get();
+    if (last_entry_objects_.buffer == nullptr ||
+        !std::equal(last_entry_objects_.id.begin(), last_entry_objects_.id.end(), arguments.buffer_id)) {
+        std::copy_n(arguments.buffer_id, last_entry_objects_.id.size(), last_entry_objects_.id.begin());
+        const auto buffer_entry = ring.client.buffers.find(last_entry_objects_.id);
+        last_entry_objects_.buffer = buffer_entry == ring.client.buffers.end() ? nullptr : buffer_entry->second.get();
     }
-    buffer = last_target_.buffer;
+    buffer = last_entry_objects_.buffer;
     if (buffer == nullptr || buffer->is_closing)
         return -EACCES;
     if (buffer->is_refused)
@@ -199,11 +200,11 @@ int Loop::check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer
     constexpr auto file_offset_max = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
     if (arguments.file_offset > file_offset_max || arguments.length > file_offset_max - arguments.file_offset)
         return -EINVAL;
-    if (last_target_.file == nullptr || last_target_.file->spec.inode != arguments.file_inode) {
+    if (last_entry_objects_.file == nullptr || last_entry_objects_.file->spec.inode != arguments.file_inode) {
         const auto file_entry = ring.client.files.find(arguments.file_inode);
-        last_target_.file = file_entry == ring.client.files.end() ? nullptr : file_entry->second.get();
+        last_entry_objects_.file = file_entry == ring.client.files.end() ? nullptr : file_entry->second.get();
     }
-    file = last_target_.file;
+    file = last_entry_objects_.file;
     if (file == nullptr || file->is_closing)
         return -EBADF;
     if (!(ring.spec.for_read ? file->spec.readable : file->spec.writable))
@@ -249,8 +250,8 @@ void Loop::start_operation(Ring& ring, const ClaimedOperation& entry, Buffer& bu
     add_request(index);
 }
 
-// Adds the request of an operation in flight to unsent_requests_. Uses the current keys, file handles and queue pairs,
-// because they change before an operation is sent again over a new connection.
+// Adds the request of an operation in flight to unsent_requests_. connect() calls this function again for operations
+// that waited for a new connection, because keys, file handles and queue pairs have changed by then.
 void Loop::add_request(std::uint32_t index) {
     const InFlight& operation = in_flight_[index];
     const Ring& ring = *operation.ring;
@@ -289,7 +290,7 @@ bool Loop::send_and_receive() {
     if (has_result)
         last_result_time_ = Clock::now();
     has_progress |= has_result;
-    if (!is_alive || has_refusal_) {
+    if (!is_alive || has_memory_refusal_) {
         report_lost_connection(Event::Kind::disconnected);
         return true;
     }
@@ -327,7 +328,7 @@ bool Loop::handle_result(std::uint64_t tag, std::int64_t result) {
         return false;
     if (result == -EREMOTEIO) {
         // A NIC refused the memory, because its owner truncated or freed it. This error ends the session.
-        has_refusal_ = true;
+        has_memory_refusal_ = true;
         operation.buffer->is_refused = true;
     }
     complete_operation(index, result);
@@ -360,9 +361,9 @@ void Loop::complete_operation(std::uint32_t index, std::int64_t result) {
         auto removed_entry = client.files.extract(file.spec.inode);
         notify(removed_entry.mapped()->drain_waiters);
     }
-    if (ring.is_closing && ring.side->outstanding() == 0) {
+    if (ring.is_closing && ring.agent_side->outstanding() == 0) {
         if (ring.has_unpublished) {
-            ring.side->flush();
+            ring.agent_side->flush();
             std::erase(unpublished_rings_, &ring);
         }
         auto removed_entry = client.rings.extract(ring.spec.id);
@@ -374,7 +375,7 @@ void Loop::complete_operation(std::uint32_t index, std::int64_t result) {
 void Loop::publish_completions() {
     for (Ring* ring : unpublished_rings_) {
         ring->has_unpublished = false;
-        ring->side->flush();
+        ring->agent_side->flush();
     }
     unpublished_rings_.clear();
 }

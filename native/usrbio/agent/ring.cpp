@@ -35,7 +35,7 @@ SharedMapping::~SharedMapping() {
 
 Ring::Ring(Client& owner, const RingSpec& ring_spec, int fd) : client(owner), spec(ring_spec), memory(fd) {
     const auto timeout_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(ring_spec.timeout).count();
-    const int status = AgentRing::attach(memory.base(), memory.length(), ring_spec.io_depth, timeout_ns, side);
+    const int status = AgentRing::attach(memory.base(), memory.length(), ring_spec.io_depth, timeout_ns, agent_side);
     if (status != 0)
         throw std::system_error(-status, std::generic_category(), "the shared memory does not contain a valid ring");
 }

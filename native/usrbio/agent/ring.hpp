@@ -37,8 +37,8 @@ struct Ring {
 
     Client& client;
     RingSpec spec;
-    SharedMapping memory; // Declared before `side`, so that `side` is destroyed while the memory is still mapped.
-    std::unique_ptr<AgentRing> side;
+    SharedMapping memory; // Declared before `agent_side`, so that `agent_side` is destroyed first.
+    std::unique_ptr<AgentRing> agent_side;
     bool is_closing = false;      // The ring is removed when its operations in flight have ended.
     bool is_broken = false;       // The client wrote an invalid value or truncated the memory.
     bool has_unpublished = false; // The ring has completions that were not published yet.

@@ -1,4 +1,4 @@
-// Formats the names of links and of shared memory, and makes random UUIDs.
+// Formats the names of publications (symbolic links) and of their shared memory, and makes random UUIDs.
 #include "usrbio/client/names.hpp"
 
 #include <sys/random.h>

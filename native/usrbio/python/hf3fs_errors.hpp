@@ -1,5 +1,5 @@
-// Functions that raise Python errors. gdrkit/usrbio/_library.py has the error classes and the advice for each error. It
-// assigns three functions that create errors to attributes of this module: `failed`, `missing` and `refused`.
+// Functions by which the module _hf3fs raises Python errors. gdrkit/usrbio/_library.py has functions that create these
+// errors with their advice. It stores the functions in the attributes `failed`, `missing` and `refused` of the module.
 #pragma once
 
 #include <nanobind/nanobind.h>

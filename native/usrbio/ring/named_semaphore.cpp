@@ -15,15 +15,15 @@ namespace {
 // Makes the kernel change `word`, and wakes at most one thread that waits on `wake_word`. Returns false if no memory is
 // mapped at `word`.
 bool futex_update(std::uint32_t* word, int operation, unsigned argument, std::uint32_t* wake_word) noexcept {
-    // FUTEX_WAKE_OP also wakes waiters of `word` if the old value passes the encoded comparison. The value of a
-    // semaphore is never below 0, so this comparison fails.
-    const unsigned encoded = FUTEX_OP(operation, argument, FUTEX_OP_CMP_LT, 0);
-    return syscall(SYS_futex, wake_word, FUTEX_WAKE_OP, 1, nullptr, word, encoded) >= 0;
+    // FUTEX_WAKE_OP also wakes waiters of `word` if the old value passes the encoded comparison. Valid values of the
+    // words of a semaphore are never below 0, so this comparison fails.
+    const unsigned encoded_operation = FUTEX_OP(operation, argument, FUTEX_OP_CMP_LT, 0);
+    return syscall(SYS_futex, wake_word, FUTEX_WAKE_OP, 1, nullptr, word, encoded_operation) >= 0;
 }
 
 bool futex_store(std::uint32_t* word, unsigned value) noexcept {
-    std::uint32_t no_waiters = 0;
-    return futex_update(word, FUTEX_OP_SET, value, &no_waiters);
+    std::uint32_t word_without_waiters = 0;
+    return futex_update(word, FUTEX_OP_SET, value, &word_without_waiters);
 }
 
 } // namespace
@@ -57,7 +57,7 @@ void NamedSemaphore::close() noexcept {
 
 int NamedSemaphore::open(const char* path) noexcept {
     NamedSemaphore semaphore;
-    // Without O_NONBLOCK a FIFO at `path` would block the caller.
+    // Without O_NONBLOCK, a client that holds a lease (F_SETLEASE) on the file would block the caller.
     semaphore.fd_ = ::open(path, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
     struct stat attributes {};
     if (semaphore.fd_ < 0 || fstat(semaphore.fd_, &attributes) != 0) {

@@ -21,8 +21,8 @@
 
 namespace gdrkit::usrbio::test {
 
-// Names of all shared memory that this process has created. The tests count these names and not the files in /dev/shm,
-// because other processes also have files there.
+// Names of all shared memory that this process has created; client_fixture.cpp adds them. The tests count these names
+// and not the files in /dev/shm, because other processes also have files there.
 inline std::mutex created_shm_names_mutex;
 inline std::vector<std::string> created_shm_names;
 
