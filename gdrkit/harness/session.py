@@ -29,7 +29,7 @@ __all__ = ["SESSION_KEY", "Session", "parse_substrate"]
 
 _SEED_BITS = 63
 _COMMON_APIS = ("verbs", "cuda", "cufile")
-# The APIs that ``--substrate`` can name. ``--substrate=hardware`` does not require Gaudi (hlthunk), which is rare.
+# The APIs that ``--substrate`` can name. ``--substrate=hardware`` does not include the last one: its hardware is rare.
 _NAMED_APIS = (*_COMMON_APIS, "hlthunk")
 
 

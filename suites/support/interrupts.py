@@ -56,6 +56,8 @@ class Interrupter:
         The interrupt keeps the frames of the call alive.
         """
         previous_trace = sys.gettrace()
+        # Python 3.12 reports opcodes only if a frame has asked for them before settrace().
+        sys._getframe().f_trace_opcodes = True  # noqa: SLF001 - CPython has no other way to this frame.
         sys.settrace(self._trace_call)
         try:
             function()
