@@ -98,7 +98,7 @@ def test_invalid_number_is_refused(run_folder: RunFolder, value: str) -> None:
         ("run", "[]", "expected schema_version 1"),
         ("facts", '{"schema_version": 9}', "expected schema_version 1, found 9"),
         ("facts", "", "not JSON"),
-        ("facts", '{"schema_version": 1}', "facts.json.machine: expected a value"),
+        ("facts", '{"schema_version": 1}', "facts.json.machine: the field is missing"),
     ],
 )
 def test_damaged_file_of_a_run_is_named(run_folder: RunFolder, file: str, file_text: str, expected_text: str) -> None:
