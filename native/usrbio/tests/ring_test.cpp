@@ -1,12 +1,12 @@
 // Tests of the two sides of a ring, and of the agent's side against a hostile application.
 #include "tests/check.hpp"
+#include "tests/threads.hpp"
 #include "usrbio/ring/agent_side.hpp"
 #include "usrbio/ring/application_side.hpp"
 
 #include <climits>
 #include <cstring>
 #include <limits>
-#include <sched.h>
 #include <sys/mman.h>
 #include <thread>
 #include <time.h>
@@ -242,15 +242,9 @@ void test_sleeper_is_woken_when_it_has_enough() {
 void test_submit_tells_the_agent_the_processor() {
     RingPair pair(4);
     CHECK_EQUAL(pair.agent->application_processor(), -1); // Nothing was submitted yet.
-    cpu_set_t allowed;
-    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
-    for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
-        if (!CPU_ISSET(processor, &allowed))
-            continue;
-        cpu_set_t only;
-        CPU_ZERO(&only);
-        CPU_SET(processor, &only);
-        CHECK(sched_setaffinity(0, sizeof only, &only) == 0);
+    const std::vector<int> processors = gdrkit::test::list_processors();
+    for (const int& processor : processors) {
+        gdrkit::test::restrict_thread({&processor, 1});
         CHECK(pair.prepare(0) >= 0);
         pair.application->submit();
         CHECK_EQUAL(pair.agent->application_processor(), processor);
@@ -259,7 +253,7 @@ void test_submit_tells_the_agent_the_processor() {
         pair.agent->flush();
         CHECK_EQUAL(pair.reap(), 1u);
     }
-    CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
+    gdrkit::test::restrict_thread(processors);
     // A faulty application may write any number. The next application that uses the memory begins anew.
     pair.memory.view.extension->application.processor = 0x80000000U;
     CHECK_EQUAL(pair.agent->application_processor(), std::numeric_limits<int>::max());

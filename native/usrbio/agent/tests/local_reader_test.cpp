@@ -20,9 +20,11 @@
 #include <thread>
 #include <vector>
 
+#include "tests/threads.hpp"
 #include "usrbio/agent/tests/store_folder.hpp"
 
 using namespace gdrkit::storage;
+using namespace gdrkit::test;
 using namespace gdrkit::usrbio::agent;
 using namespace gdrkit::usrbio::agent::tests;
 
@@ -240,14 +242,11 @@ void test_helper_avoids_the_processor_of_its_caller() {
         return;
     ReadHelper helper;
     cpu_set_t helper_processors{};
-    for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
-        if (!CPU_ISSET(processor, &allowed))
-            continue;
+    const std::vector<int> processors = list_processors();
+    for (const int& processor : processors) {
         // This thread moves to the processor, and may run on all of them again when it shares the job.
-        cpu_set_t only;
-        CPU_ZERO(&only);
-        CPU_SET(processor, &only);
-        CHECK(sched_setaffinity(0, sizeof only, &only) == 0 && sched_setaffinity(0, sizeof allowed, &allowed) == 0);
+        restrict_thread({&processor, 1});
+        restrict_thread(processors);
         std::atomic<bool> has_helped{false};
         for (int attempt = 0; attempt < 1000 && !has_helped; ++attempt)
             helper.run(2, -1, [&](std::size_t, bool is_helper) {
@@ -281,26 +280,13 @@ void test_helper_avoids_the_processor_of_its_caller() {
     CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
 }
 
-// Lets this thread run on `processors` only.
-void restrict_thread(std::span<const int> processors) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    for (const int processor : processors)
-        CPU_SET(processor, &set);
-    CHECK(sched_setaffinity(0, sizeof set, &set) == 0);
-}
-
 // Only with two processors the application must share one of them. Without the move it is the helper's in half of all
 // runs, and the lines of the ring then travel between the processors.
 void test_caller_with_two_processors_follows_the_application() {
-    cpu_set_t allowed;
-    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
-    std::vector<int> processors;
-    for (int processor = 0; processor < CPU_SETSIZE && processors.size() < 2; ++processor)
-        if (CPU_ISSET(processor, &allowed))
-            processors.push_back(processor);
-    if (processors.size() < 2)
+    const std::vector<int> all_processors = list_processors();
+    if (all_processors.size() < 2)
         return;
+    const std::span<const int> processors = std::span(all_processors).first(2);
     restrict_thread(processors);
     ReadHelper helper;
     const auto run = [&](int application_processor) {
@@ -327,7 +313,7 @@ void test_caller_with_two_processors_follows_the_application() {
             std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     CHECK(followed_count == 5);
-    CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
+    restrict_thread(all_processors);
 }
 
 } // namespace
