@@ -57,7 +57,7 @@ class SpawnedChild:
         return os.waitstatus_to_exitcode(self._reaped_statuses[0][1]) if self._reaped_statuses else None
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], *, output_path: str, error_output_path: str
+        self, command: Sequence[str], environ: Mapping[str, str], *, output_path: str, error_output_path: str
     ) -> None:
         """Start the child. It inherits no descriptors, and its output goes to two files."""
         output_flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -68,7 +68,7 @@ class SpawnedChild:
             *((os.POSIX_SPAWN_CLOSE, fd) for fd in map(int, os.listdir("/proc/self/fd")) if fd not in (0, 1, 2)),  # noqa: PTH208
         ]
         spawn = functools.partial(os.posix_spawn, file_actions=actions, setsid=True)
-        self._started_pids.extend(map(spawn, command[:1], [command], [environment]))
+        self._started_pids.extend(map(spawn, command[:1], [command], [environ]))
 
     def poll(self) -> int | None:
         """Reap the child if it has ended. Return :attr:`returncode`."""
