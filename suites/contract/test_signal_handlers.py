@@ -1,21 +1,27 @@
-"""Signal handlers that use the same object as the call that they interrupt: both end. suites/gds covers gdrkit.gds."""
+"""A signal handler that uses the object of the call that it interrupts does not deadlock.
+
+suites/gds has the cases of gdrkit.gds.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
 from models.model_files import write_model
+from support.interrupts import Interrupter
 from support.python_child import run_python, run_sweep
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, cufile, needs, software, verbs
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
 
 
-# A program that forks while a thread retains the context of a device. The child uses the device, too.
+# This program forks while a thread retains the context of a device. The child process uses the device, too.
 FORK_PROGRAM = """
 import faulthandler, os, threading
 from gdrkit import cuda, handles
@@ -32,7 +38,7 @@ if child == 0:
         device.context_handle()
     except GdrkitError:  # A driver may refuse every call of a forked child.
         pass
-    os._exit(7)
+    os._exit(7)  # Only a child that did not hang exits with 7.
 status = os.waitpid(child, 0)[1]
 thread.join()
 device.close()
@@ -40,9 +46,49 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
+def yield_numbers(*texts: str) -> Generator[int, None, None]:
+    """Yield the value of each octal number, or 0 for a text that is not a number, for use_numbers()."""
+    for text in texts:
+        try:
+            yield int(text, base=8)
+        except ValueError:
+            yield from (0,)
+
+
+def use_numbers() -> None:
+    """Execute calls, loops, a generator and "yield from", so that every type of point occurs."""
+    numbers = yield_numbers("x", "7", "1")
+    for number in numbers:
+        if max(*(number, 0)) == 1:
+            numbers.close()
+
+
 def sweep_handler(scenario: str, folder: Path) -> None:
-    """Run a signal handler at every point of a call."""
+    """Run a scenario of handler_sweep.py once per point of its call, with a signal handler at that point."""
     run_sweep("contract.handler_sweep", scenario, folder, points_min=5)
+
+
+def test_sweep_has_each_point_where_python_runs_handlers() -> None:
+    """Older versions of Interrupter lacked the entries of functions and, with Python 3.13, nearly all points."""
+    point_functions = []
+    for point in itertools.count(1):
+        interrupter = Interrupter(point, __file__, handler=lambda: None)
+        interrupter.call(use_numbers)
+        if not interrupter.interrupted_at:
+            break
+        point_functions.append(interrupter.interrupted_at.rpartition(" ")[2])
+    # A point follows each entry of a function, each backward jump and each call that succeeds. No point follows
+    # int("x"), which fails, nor close(), which continues the generator with an exception. After "yield from", the
+    # interpreter does not check for signals.
+    assert [(name, len(list(group))) for name, group in itertools.groupby(point_functions)] == [
+        ("use_numbers", 2),
+        ("yield_numbers", 1),
+        ("use_numbers", 2),
+        ("yield_numbers", 2),
+        ("use_numbers", 2),
+        ("yield_numbers", 3),
+        ("use_numbers", 3),
+    ]
 
 
 @needs(cuda.device(), software(Api.CUDA))

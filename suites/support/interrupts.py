@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import opcode
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Interrupter"]
 
-# After these instructions the interpreter checks whether a signal has arrived.
-_CHECKED_INSTRUCTIONS = ("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+# After these instructions the interpreter checks whether a signal has arrived, with Python 3.11 to 3.13. There are more
+# points than checks: it does not check after a call that ran a Python function, but a point follows each such call.
+_CHECKED_INSTRUCTION = re.compile(r"CALL(_KW|_FUNCTION_EX)?|(POP_)?JUMP_BACKWARD(_IF_\w+)?|RESUME")
+# The argument of RESUME tells what it continues. If that is "yield from" or "await", the interpreter does not check.
+_RESUME_MASK, _RESUME_YIELD_FROM = 3, 2
+
+
+def _is_checked(instructions: bytes, offset: int) -> bool:
+    """Return whether the interpreter checks for signals after the instruction at this offset."""
+    name, argument = opcode.opname[instructions[offset]], instructions[offset + 1]
+    if name == "RESUME" and argument & _RESUME_MASK >= _RESUME_YIELD_FROM:
+        return False
+    return _CHECKED_INSTRUCTION.fullmatch(name) is not None
 
 
 def _raise_interrupt() -> None:
@@ -67,24 +79,26 @@ class Interrupter:
             sys.settrace(previous_trace)
         return None
 
-    def _trace_call(self, frame: FrameType, _event: str, _argument: object) -> Callable[..., Any] | None:
+    def _trace_call(self, frame: FrameType, event: str, _argument: object) -> Callable[..., Any] | None:
         code = frame.f_code
         if not code.co_filename.startswith(self._path_prefixes):
             return None
         instructions = self._instructions.setdefault(code, code.co_code)
-        frame.f_trace_lines, frame.f_trace_opcodes = False, True
         # Whether CPython may run a signal handler before the next instruction.
         is_point = False
 
         def trace_instruction(frame: FrameType, event: str, _argument: object) -> Callable[..., Any]:
             nonlocal is_point
-            if event == "opcode":
-                if is_point and not self.interrupted_at:
-                    self._points_left -= 1
-                    if self._points_left == 0:
-                        self.interrupted_at = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
-                        self._handler()
-                is_point = opcode.opname[instructions[frame.f_lasti]].startswith(_CHECKED_INSTRUCTIONS)
+            if event == "opcode" and is_point and not self.interrupted_at:
+                self._points_left -= 1
+                if self._points_left == 0:
+                    self.interrupted_at = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
+                    self._handler()
+            # The interpreter does not check after an instruction that raised an exception.
+            is_point = event != "exception" and _is_checked(instructions, frame.f_lasti)
             return trace_instruction
 
-        return trace_instruction
+        # Python 3.13.0 ignores f_trace_opcodes of a frame without f_trace.
+        frame.f_trace, frame.f_trace_lines = trace_instruction, False
+        frame.f_trace_opcodes = True
+        return trace_instruction(frame, event, None)  # The event of a call comes at the instruction RESUME.
