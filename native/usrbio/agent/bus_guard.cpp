@@ -4,6 +4,7 @@
 #include <csignal>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <mutex>
@@ -19,6 +20,7 @@ std::uintptr_t page_bytes; // Set before the handler is installed, because a sig
 std::array<GuardedRange, 65536> ranges;
 std::atomic<std::size_t> ranges_end{0}; // All used entries are below this index.
 std::mutex allocation_lock;
+std::size_t first_free = 0; // All entries below this index are used. Protected by allocation_lock.
 struct sigaction previous_action;
 
 // Uses only operations that are allowed in a signal handler: atomics and the mmap system call.
@@ -72,7 +74,7 @@ BusGuard::BusGuard(void* base, std::size_t length, Purpose purpose) : range_(nul
     install_handler();
     const std::lock_guard lock(allocation_lock);
     const std::size_t allowed_end = purpose == Purpose::buffer ? ranges.size() / 2 : ranges.size();
-    for (std::size_t index = 0; index < allowed_end; ++index) {
+    for (std::size_t index = first_free; index < allowed_end; ++index) {
         GuardedRange& range = ranges[index];
         if (range.begin.load(std::memory_order_relaxed) != 0)
             continue;
@@ -83,13 +85,16 @@ BusGuard::BusGuard(void* base, std::size_t length, Purpose purpose) : range_(nul
         if (index >= ranges_end.load(std::memory_order_relaxed))
             ranges_end.store(index + 1, std::memory_order_release);
         range_ = &range;
+        first_free = index + 1;
         return;
     }
     throw std::bad_alloc();
 }
 
 BusGuard::~BusGuard() {
+    const std::lock_guard lock(allocation_lock);
     range_->begin.store(0, std::memory_order_release);
+    first_free = std::min(first_free, static_cast<std::size_t>(range_ - ranges.data()));
 }
 
 } // namespace gdrkit::usrbio::agent

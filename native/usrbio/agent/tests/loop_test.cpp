@@ -724,6 +724,11 @@ void test_buffers_leave_guards_for_rings() {
     const std::size_t buffers_count = guards.size();
     for (std::size_t count = 0; count < buffers_count; ++count)
         guards.push_back(std::make_unique<BusGuard>(&byte, 1));
+    // The entries of destroyed guards are free again, wherever they are in the table.
+    for (const std::size_t index : {buffers_count - 1, buffers_count / 2, std::size_t{0}})
+        guards[index].reset();
+    for (int count = 0; count < 3; ++count)
+        guards.push_back(std::make_unique<BusGuard>(&byte, 1, BusGuard::Purpose::buffer));
 }
 
 } // namespace
