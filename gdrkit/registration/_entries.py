@@ -4,6 +4,9 @@ An entry is linked while lookups can find it in the index. An unlinked entry onl
 
 The index calls no driver, and its callers hold the lock of the cache. The chunks of memory are sorted by address and
 never overlap, so one binary search finds a range.
+
+A signal handler that raises an exception, as the handler of Ctrl-C does, may interrupt a change of the index. The next
+call then repairs the index.
 """
 
 from __future__ import annotations
@@ -40,11 +43,12 @@ class CacheEntry:
     __slots__ = (
         "all_chunks_exist",
         "base",
+        "deregistering_thread_id",
         "end",
-        "end_lease",
+        "finish_lease",
+        "has_failed",
         "indexed_memories",
         "is_alive",
-        "is_claimed",
         "is_linked",
         "key",
         "lease_marks",
@@ -57,33 +61,44 @@ class CacheEntry:
         key: AllocationKey,
         memory: DeviceBuffer,
         registration: Registration,
-        end_lease: Callable[[CacheEntry], None],
+        finish_lease: Callable[[CacheEntry], None],
     ) -> None:
         self.key = key
         self.base = key[0][0]
         self.end = end_address(key)
         self.memory = memory
         self.registration = registration
-        self.end_lease = end_lease  # Ends one lease of this entry.
-        self.all_chunks_exist = memory.make_existence_check(key)  # A function that asks the driver.
+        self.finish_lease = finish_lease  # A function to call after the mark of a lease was removed.
+        self.all_chunks_exist = memory.make_existence_check(key)  # A function that asks the driver about the chunks.
         self.indexed_memories: list[DeviceBuffer] = []  # The keys of EntryIndex.by_memory whose value is this entry.
         # One item for each lease. Items are added under the lock of the cache and removed without it.
         self.lease_marks: list[None] = []
         self.is_linked = False
-        self.is_claimed = False  # Whether a thread is deregistering the entry.
+        self.deregistering_thread_id = 0  # The thread that is deregistering the entry; 0 if none.
+        self.has_failed = False  # Whether libibverbs failed to deregister the entry.
         # False after the memory was released, either by itself or with its device.
         self.is_alive = True
         memory.before_release(self._mark_memory_released)
 
     @property
     def lease_count(self) -> int:
-        """The number of leases. No lock is needed: `list.copy` and `list.pop` are atomic, also without a GIL."""
+        """The number of leases. No lock is needed: `list.copy` and `list.pop` are atomic, even without a GIL."""
         return len(self.lease_marks.copy())
+
+    @property
+    def can_be_deregistered(self) -> bool:
+        """Whether the entry is neither linked nor leased, and no thread is deregistering it."""
+        return not (self.is_linked or self.deregistering_thread_id or self.lease_count)
 
     @property
     def length_bytes(self) -> int:
         """Size of the registered memory in bytes."""
         return self.end - self.base
+
+    def release_lease(self) -> None:
+        """End a lease that has no :class:`Lease` object."""
+        self.lease_marks.pop()
+        self.finish_lease(self)
 
     def _mark_memory_released(self) -> None:
         self.is_alive = False
@@ -120,9 +135,11 @@ class EntryIndex:
         self._linked_bytes = 0
         self._bases: list[int] = []
         self._chunks: list[_Chunk] = []  # In the order of _bases.
+        self._is_changing = False  # Whether add() or remove() is running, or was interrupted by an exception.
 
     def find(self, address: int, end: int) -> CacheEntry | None:
         """Return an entry that contains all of [address, end), or None."""
+        self._repair()
         position = bisect_right(self._bases, address)
         if position:
             for entry in self._chunks[position - 1].entries:
@@ -139,6 +156,7 @@ class EntryIndex:
 
     def find_overlapping(self, begin: int, end: int) -> list[CacheEntry]:
         """Return the entries that overlap [begin, end), each once."""
+        self._repair()
         entries: dict[CacheEntry, None] = {}
         for chunk in self._chunks[max(bisect_right(self._bases, begin) - 1, 0) :]:
             if chunk.base >= end:
@@ -164,17 +182,23 @@ class EntryIndex:
 
     def add(self, entry: CacheEntry) -> None:
         """Link an entry. The caller has already unlinked the entries of :meth:`find_invalidated_entries`."""
-        for base, length_bytes, _buffer_id in entry.key:
-            position = bisect_left(self._bases, base)
-            if position == len(self._bases) or self._bases[position] != base:
-                self._bases.insert(position, base)
-                self._chunks.insert(position, _Chunk(base, base + length_bytes))
-            self._chunks[position].entries.append(entry)
+        self._repair()
+        self._is_changing = True
+        self._add_chunks(entry)
+        # No signal handler runs between the next statements.
         self.by_last_use[entry] = None
-        self._linked_bytes += entry.length_bytes
+        entry.is_linked = True
+        self._is_changing = False
 
     def remove(self, entry: CacheEntry) -> None:
-        """Unlink an entry."""
+        """Unlink an entry. If it is not linked, do nothing."""
+        self._repair()
+        if not entry.is_linked:
+            return
+        self._is_changing = True
+        # A signal handler may lease a linked entry, which must then be in `by_last_use`.
+        # This statement must precede the count of the leases; see RegionCache._finish_lease.
+        entry.is_linked = False
         for base, _length_bytes, _buffer_id in entry.key:
             position = bisect_left(self._bases, base)
             self._chunks[position].entries.remove(entry)
@@ -182,10 +206,35 @@ class EntryIndex:
                 del self._chunks[position]
                 del self._bases[position]
         for memory in entry.indexed_memories:
-            del self.by_memory[memory]
+            self.by_memory.pop(memory, None)
         entry.indexed_memories.clear()
-        del self.by_last_use[entry]
         self._linked_bytes -= entry.length_bytes
+        del self.by_last_use[entry]
+        self._is_changing = False
+
+    def _add_chunks(self, entry: CacheEntry) -> None:
+        for base, length_bytes, _buffer_id in entry.key:
+            position = bisect_left(self._bases, base)
+            if position == len(self._bases) or self._bases[position] != base:
+                self._bases.insert(position, base)
+                self._chunks.insert(position, _Chunk(base, base + length_bytes))
+            self._chunks[position].entries.append(entry)
+        self._linked_bytes += entry.length_bytes
+
+    def _repair(self) -> None:
+        """Build the index anew from the linked entries, if an exception has interrupted its last change."""
+        if not self._is_changing:
+            return
+        self._bases, self._chunks, self._linked_bytes = [], [], 0
+        for entry in tuple(self.by_last_use):
+            if entry.is_linked:
+                self._add_chunks(entry)
+            else:
+                self.by_last_use.pop(entry)
+        for memory, entry in tuple(self.by_memory.items()):
+            if not entry.is_linked:
+                self.by_memory.pop(memory)
+        self._is_changing = False
 
     @property
     def is_over_limit(self) -> bool:
@@ -198,6 +247,7 @@ class EntryIndex:
         Leased entries are skipped: they could not be deregistered now, and the next lookup would register the same
         memory a second time.
         """
+        self._repair()
         entries: list[CacheEntry] = []
         excess_count, excess_bytes = len(self.by_last_use) - self._regions_max, self._linked_bytes - self._bytes_max
         if excess_count > 0 or excess_bytes > 0:

@@ -182,7 +182,7 @@ class _Worker:
         with ExitStack() as stack:
             self._memory = stack.enter_context(DeviceMemory(self._device, _MEMORY_BYTES))
             registration = stack.enter_context(register(self._memory, [self._nic]))
-            self._remote = registration.remote(self._nic)
+            self._remote_range = registration.remote(self._nic)
             queue = stack.enter_context(self._nic.completion_queue(depth=16))
             responder = stack.enter_context(self._nic.queue_pair(queue))
             self._initiator = stack.enter_context(Initiator(self._nic.name, memory_bytes=_MEMORY_BYTES))
@@ -215,7 +215,7 @@ class _Worker:
                 for direction in (Direction.WRITE, Direction.READ):
                     burst = self._initiator.run(
                         direction,
-                        self._remote,
+                        self._remote_range,
                         length_bytes=_TRANSFER_BYTES,
                         operations=_OPERATION_COUNT,
                         depth=_QUEUE_DEPTH,

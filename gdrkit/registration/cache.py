@@ -12,14 +12,19 @@ first removes the memory's entries from the cache. A leased entry is deregistere
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Self
 
 from gdrkit import forks
-from gdrkit.errors import ClosedResource, GdrkitError, Reason, UsageError
+from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
 from gdrkit.registration._entries import EntryIndex, end_address
-from gdrkit.registration._pending import PendingDeregistrations, PendingRegistrations, register_allocation
+from gdrkit.registration._pending import (
+    CacheLock,
+    PendingDeregistrations,
+    PendingRegistration,
+    PendingRegistrations,
+    register_allocation,
+)
 from gdrkit.registration.lease import Lease, refuse_range
 from gdrkit.registration.policy import ALL_ACCESS, check_memory, check_nics
 from gdrkit.registration.statistics import CacheStatistics
@@ -32,14 +37,13 @@ if TYPE_CHECKING:
 
     from gdrkit.buffers import DeviceBuffer
     from gdrkit.registration._entries import CacheEntry
-    from gdrkit.registration._pending import PendingRegistration
     from gdrkit.registration.policy import RegistrationRoute
     from gdrkit.verbs import Access, Nic
 
 __all__ = ["RegionCache"]
 
 # The names of the closed objects in errors of ClosedResource.
-_CACHE, _MEMORY = "region cache", "the memory to lease"
+_CACHE_NAME, _MEMORY_NAME = "region cache", "the memory to lease"
 
 
 class RegionCache:
@@ -85,12 +89,7 @@ class RegionCache:
         self.route = route
         self.regions_max = regions_max
         self.bytes_max = bytes_max
-        self._lock = threading.Lock()
-        self._condition = threading.Condition(self._lock)
-        self._index = EntryIndex(regions_max=regions_max, bytes_max=bytes_max)
-        self._entry_by_memory, self._by_last_use = self._index.by_memory, self._index.by_last_use
-        self._pending_registrations = PendingRegistrations(self._condition)
-        self._pending_deregistrations = PendingDeregistrations(self._condition)
+        self._create_index()
         # For each memory whose owner notifies the cache before a free: the function that cancels the notification.
         self._watched_memories: dict[DeviceBuffer, Callable[[], None]] = {}
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
@@ -115,11 +114,11 @@ class RegionCache:
                 evictions=self._evictions,
                 invalidations=self._invalidations,
                 regions=len(self._by_last_use),
-                registered_bytes=self._pending_deregistrations.registered_bytes,
+                registered_bytes=sum(entry.length_bytes for entry in self._list_entries()),
                 leases=self._count_leases(),
                 in_flight=len(self._pending_registrations),
                 waiting=self._pending_registrations.waiter_count,
-                not_deregistered=len(self._pending_deregistrations.failed_entries),
+                not_deregistered=self._pending_deregistrations.failed_count,
             )
 
     def lease(self, memory: DeviceBuffer, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:
@@ -142,7 +141,8 @@ class RegionCache:
             See :func:`~gdrkit.registration.register`. Every thread that waited for this registration raises an error
             with the same fields. A failure is not cached, so the next lookup tries again.
         UsageError
-            BUSY: the memory was freed or remapped while it was registered.
+            BUSY: the memory was freed or remapped while it was registered; or the caller is a signal handler or a
+            finalizer, and the interrupted call is changing the cache or is registering memory.
         ClosedResource
             The memory or the cache is closed.
         """
@@ -150,7 +150,7 @@ class RegionCache:
         try:
             size_bytes = memory.length_bytes
         except AttributeError:
-            check_memory(memory)
+            check_memory(memory)  # This raises a UsageError if `memory` is not memory at all.
             raise
         if length_bytes is None:
             length_bytes = size_bytes - offset_bytes
@@ -180,10 +180,15 @@ class RegionCache:
         ------
         ApiError
             An entry could not be deregistered (the error of the first one). All entries were removed from the cache.
+        UsageError
+            BUSY: the caller is a signal handler or a finalizer, and the interrupted call is changing the cache or is
+            deregistering memory of the range.
         """
+        end = address + length_bytes
+        self._cache_lock.refuse_handler(f"invalidate [{address:#x}, {end:#x})")
         with self._lock:
-            count, claimed_entries = self._unlink_range(address, address + length_bytes)
-        self._pending_deregistrations.deregister(claimed_entries, raise_errors=True)
+            count = self._unlink_range(address, end)
+        self._pending_deregistrations.deregister_and_wait(address, end)
         return count
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
@@ -198,36 +203,28 @@ class RegionCache:
         Raises
         ------
         UsageError
-            BUSY: a lease is still open, or a registration is pending. The cache stays open and usable.
+            BUSY: a lease is still open, or a registration is pending; or the caller is a signal handler or a finalizer
+            that would wait for the interrupted call. The cache stays open and usable.
         ApiError
             An entry could not be deregistered (the error of the first one). Another close tries again.
         """
+        self._cache_lock.refuse_handler("close the region cache")
         with self._lock:
             if self._is_closed:
                 return
+            self._pending_registrations.refuse_wait("close the region cache")
             self._is_closing = True
-            is_idle = self._condition.wait_for(
-                lambda: not self._count_leases() and not self._pending_registrations,
-                None if timeout_ms is None else timeout_ms / 1000,
-            )
-            if not is_idle:
+            try:
+                self._wait_until_unused(timeout_ms)
+            except BaseException:
                 self._is_closing = False
-                pending_count = len(self._pending_registrations)
-                leases_text, registrations_text = (
-                    format_count(self._count_leases(), "lease"),
-                    format_count(pending_count, "registration"),
-                )
-                message = f"the cache still has {leases_text} open and {registrations_text} pending"
-                raise UsageError(
-                    message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms"
-                )
-            claimed_entries = self._pending_deregistrations.claim_all()
+                raise
             for entry in tuple(self._by_last_use):
-                claimed_entries += self._unlink(entry)
-        self._pending_deregistrations.deregister(claimed_entries, raise_errors=True)
-        for stop_watching in self._watched_memories.values():
+                self._unlink(entry)
+        self._pending_deregistrations.deregister_and_wait()
+        while self._watched_memories:
+            _memory, stop_watching = self._watched_memories.popitem()
             stop_watching()
-        self._watched_memories.clear()
         self._is_closed = True
         self._handle.release()
 
@@ -243,14 +240,18 @@ class RegionCache:
             self._pending_deregistrations,
             self._watched_memories,
         )
-        self._lock = threading.Lock()
-        self._condition = threading.Condition(self._lock)
-        self._index = EntryIndex(regions_max=self.regions_max, bytes_max=self.bytes_max)
-        self._entry_by_memory, self._by_last_use = self._index.by_memory, self._index.by_last_use
-        self._pending_registrations = PendingRegistrations(self._condition)
-        self._pending_deregistrations = PendingDeregistrations(self._condition)
+        self._create_index()
         self._watched_memories = {}
         self._is_closing = self._is_closed = True
+
+    def _create_index(self) -> None:
+        """Create the lock and everything that it protects."""
+        self._cache_lock = CacheLock()
+        self._lock = self._cache_lock.lock
+        self._index = EntryIndex(regions_max=self.regions_max, bytes_max=self.bytes_max)
+        self._entry_by_memory, self._by_last_use = self._index.by_memory, self._index.by_last_use
+        self._pending_deregistrations = PendingDeregistrations(self._cache_lock)
+        self._pending_registrations = PendingRegistrations(self._cache_lock, self._pending_deregistrations)
 
     def _validate_or_unlink(self, entry: CacheEntry) -> bool:
         """Return whether the memory of a leased entry is still the same. If not, unlink the entry and end the lease."""
@@ -259,27 +260,29 @@ class RegionCache:
             # This call needs no lock: the memory could change right after the call in any case.
             if all_chunks_exist() and entry.is_alive:
                 return True
+            self._cache_lock.refuse_handler("replace a registration")
         except BaseException:
-            self._release_lease(entry)
+            entry.release_lease()
             raise
         with self._lock:
-            self._hits -= 1
+            self._hits -= 1  # The lookup has counted this entry as a hit.
             if entry.is_linked:
-                self._unlink(entry)  # Returns []: this thread still has a lease.
+                self._unlink(entry)
                 self._invalidations += 1
-        self._release_lease(entry)
+        entry.release_lease()
         return False
 
     def _find_or_register(self, memory: DeviceBuffer, address: int, end: int) -> CacheEntry:
         """Return a valid, leased entry that contains [address, end): one from the index, or a new one."""
+        self._cache_lock.refuse_handler(f"lease [{address:#x}, {end:#x})")
         while True:
             if memory.closed:
-                raise ClosedResource(_MEMORY)
+                raise ClosedResource(_MEMORY_NAME)
             if memory.owned:
                 self._watch(memory)
             with self._lock:
                 if self._is_closing:
-                    raise ClosedResource(_CACHE)
+                    raise ClosedResource(_CACHE_NAME)
                 entry = self._index.find(address, end)
                 if entry is not None:
                     entry.lease_marks.append(None)
@@ -300,104 +303,106 @@ class RegionCache:
 
         If the result is None, the caller has to search the index again.
         """
-        key = memory.allocation_key()
-        with self._lock:
-            if self._is_closing:
-                raise ClosedResource(_CACHE)
-            if memory.closed or (memory.owned and memory not in self._watched_memories):
-                # Another thread is freeing the memory: the action that _watch added has already run.
-                raise ClosedResource(_MEMORY)
-            pending = self._pending_registrations.find(key)
-            is_registering = pending is None
+        try:
+            own = PendingRegistration(memory.allocation_key())
+        except ApiError as error:
+            if memory.closed:  # Another thread or a signal handler has freed it meanwhile.
+                raise ClosedResource(_MEMORY_NAME) from error
+            raise
+        try:
+            with self._lock:
+                self._check_leasable(memory)
+                pending = self._pending_registrations.find(own.key)
+                if pending is not None:
+                    self._pending_registrations.refuse_wait(f"lease the memory at {memory.address:#x}")
+                    pending.waiter_count += 1
+                else:
+                    # Another thread may have registered this key since this thread searched the index.
+                    existing_entry = self._index.find(own.key[0][0], end_address(own.key))
+                    if existing_entry is not None and existing_entry.key == own.key:
+                        return None
+                    self._pending_registrations.start(own)
+                self._misses += 1
             if pending is None:
-                # Another thread may have completed a registration of this key since this thread searched the index.
-                existing_entry = self._index.find(key[0][0], end_address(key))
-                if existing_entry is not None and existing_entry.key == key:
-                    return None
-                pending = self._pending_registrations.start(key)
-            else:
-                pending.waiter_count += 1
-            self._misses += 1
-        return self._register(pending, memory) if is_registering else self._wait_for_registration(pending)
+                return self._register(own, memory)
+        except BaseException as error:
+            self._pending_registrations.abandon(own, error)
+            raise
+        return self._pending_registrations.wait_for(pending)
+
+    def _check_leasable(self, memory: DeviceBuffer) -> None:
+        if self._is_closing:
+            raise ClosedResource(_CACHE_NAME)
+        if memory.closed or (memory.owned and memory not in self._watched_memories):
+            # Another thread is freeing the memory: the action that _watch added has already run.
+            raise ClosedResource(_MEMORY_NAME)
 
     def _register(self, pending: PendingRegistration, memory: DeviceBuffer) -> CacheEntry:
-        try:
-            entry = register_allocation(
-                pending.key, memory, self.nics, access=self.access, route=self.route, end_lease=self._release_lease
-            )
-        except BaseException as error:
-            # Every waiting thread raises a copy of the error, because one error object would collect the tracebacks of
-            # all threads. Only errors of gdrkit are passed on. After another exception, such as one that a signal
-            # handler raised in this thread, the waiting threads try again.
-            shared_error = error.clone() if isinstance(error, GdrkitError) else None
-            with self._lock:
-                pending.error = shared_error
-                self._pending_registrations.complete(pending)
-            raise
+        entry = register_allocation(
+            pending, memory, self.nics, access=self.access, route=self.route, finish_lease=self._finish_lease
+        )
         with self._lock:
             self._registrations += 1
-            self._pending_deregistrations.registered_bytes += entry.length_bytes
+            # If an exception interrupts this call, the entry is not linked, and its last lease deregisters it.
+            self._pending_deregistrations.entries.add(entry)
             # The waiting threads get their leases here, so that the entry is not evicted before they wake up.
             entry.lease_marks.extend([None] * (1 + pending.waiter_count))
-            claimed_entries = [] if pending.is_unlinked or entry.length_bytes > self.bytes_max else self._link(entry)
-            if not entry.is_linked:
-                self._pending_deregistrations.add(entry)
-            pending.entry = entry
             self._pending_registrations.complete(pending)
-        self._pending_deregistrations.deregister(claimed_entries, raise_errors=False)
+            if not pending.is_unlinked and entry.length_bytes <= self.bytes_max:
+                self._link(entry)
+        self._pending_deregistrations.deregister(raise_errors=False)
         return entry
 
-    def _wait_for_registration(self, pending: PendingRegistration) -> CacheEntry | None:
-        try:
-            pending.done.wait()
-        except BaseException:
-            with self._lock:
-                pending.waiter_count -= 1
-                entry = pending.entry
-            if entry is not None:
-                self._release_lease(entry)
-            raise
-        if pending.error is not None:
-            raise pending.error.clone()
-        return pending.entry
+    def _wait_until_unused(self, timeout_ms: float | None) -> None:
+        """Wait until there are neither leases nor pending registrations, or raise UsageError(BUSY)."""
 
-    def _link(self, entry: CacheEntry) -> list[CacheEntry]:
-        """Link an entry. Return the entries that it replaces or evicts, which the caller has to deregister."""
-        claimed_entries: list[CacheEntry] = []
+        def is_unused() -> bool:
+            return not self._count_leases() and not self._pending_registrations
+
+        if not self._cache_lock.wait_for(is_unused, timeout_ms=timeout_ms):
+            leases_text = format_count(self._count_leases(), "lease")
+            registrations_text = format_count(len(self._pending_registrations), "registration")
+            message = f"the cache still has {leases_text} open and {registrations_text} pending"
+            raise UsageError(message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms")
+
+    def _link(self, entry: CacheEntry) -> None:
+        """Link an entry, and unlink the entries that it replaces or evicts. The caller then deregisters these."""
         for invalid_entry in self._index.find_invalidated_entries(entry.key):
-            claimed_entries += self._unlink(invalid_entry)
+            self._unlink(invalid_entry)
             self._invalidations += 1
         self._index.add(entry)
-        entry.is_linked = True
-        return claimed_entries + self._evict()
+        self._pending_deregistrations.entries.discard(entry)
+        self._evict()
+
+    def _list_entries(self) -> set[CacheEntry]:
+        """Return the entries that are registered, linked or not."""
+        return {*self._by_last_use, *self._pending_deregistrations.entries}
 
     def _count_leases(self) -> int:
-        return sum(entry.lease_count for entry in (*self._by_last_use, *self._pending_deregistrations.pending))
+        return sum(entry.lease_count for entry in self._list_entries())
 
-    def _unlink(self, entry: CacheEntry) -> list[CacheEntry]:
-        """Unlink an entry, so that lookups do not find it. Return it in a list if the caller has to deregister it."""
+    def _unlink(self, entry: CacheEntry) -> None:
+        """Unlink an entry, so that lookups do not find it. The caller then deregisters it, unless it is leased."""
+        self._pending_deregistrations.entries.add(entry)
         self._index.remove(entry)
-        entry.is_linked = False  # This must precede the count of the leases; see _release_lease.
-        return self._pending_deregistrations.add(entry)
 
-    def _evict(self) -> list[CacheEntry]:
-        """Unlink entries until the limits hold. Return the entries that the caller has to deregister."""
-        self._is_over_limit = True  # This must precede the count of the leases; see _release_lease.
+    def _evict(self) -> None:
+        """Unlink entries until the limits hold."""
+        self._is_over_limit = True  # This must precede the count of the leases; see _finish_lease.
         candidates = self._index.select_evictions()
-        claimed_entries = [claimed_entry for entry in candidates for claimed_entry in self._unlink(entry)]
+        for entry in candidates:
+            self._unlink(entry)
         self._evictions += len(candidates)
         self._is_over_limit = self._index.is_over_limit
-        return claimed_entries
 
-    def _release_lease(self, entry: CacheEntry) -> None:
-        """End a lease, in most cases without taking the lock.
+    def _finish_lease(self, entry: CacheEntry) -> None:
+        """Finish the end of a lease whose mark was removed, in most cases without taking the lock.
 
         Another thread that counts the leases under the lock first makes one of the three conditions below true.
         Removing a mark and counting the marks are atomic against each other. If the other thread counts after the
         removal, it does not count this lease. If it counts before the removal, this thread sees the true condition and
         calls `_finish_release`.
         """
-        entry.lease_marks.pop()
         if not entry.is_linked or self._is_over_limit or self._is_closing:
             self._finish_release(entry)
 
@@ -406,27 +411,31 @@ class RegionCache:
         if self._is_closed:
             # A closed cache has a lease only in a forked child. There the lease is a copy of a lease of the parent.
             return
+        if self._cache_lock.is_held():
+            # The caller is a signal handler, and the interrupted call is changing the cache. The next call that
+            # deregisters does the rest.
+            return
         with self._lock:
-            claimed_entries = self._evict() if entry.is_linked else self._pending_deregistrations.claim(entry)
+            if entry.is_linked:
+                self._evict()
             if self._is_closing:
-                self._condition.notify_all()
-        self._pending_deregistrations.deregister(claimed_entries, raise_errors=True)
+                self._cache_lock.notify_all()
+        self._pending_deregistrations.deregister(raise_errors=True)
 
-    def _unlink_range(self, begin: int, end: int) -> tuple[int, list[CacheEntry]]:
-        """Unlink all entries and pending registrations that overlap [begin, end).
-
-        Return their total number, and the entries that the caller has to deregister.
-        """
+    def _unlink_range(self, begin: int, end: int) -> int:
+        """Unlink all entries and pending registrations that overlap [begin, end), and return their number."""
         overlapping_entries = self._index.find_overlapping(begin, end)
-        claimed_entries = [claimed_entry for entry in overlapping_entries for claimed_entry in self._unlink(entry)]
+        for entry in overlapping_entries:
+            self._unlink(entry)
         count = len(overlapping_entries) + self._pending_registrations.unlink(begin, end)
         self._invalidations += count
-        return count, claimed_entries
+        return count
 
     def _watch(self, memory: DeviceBuffer) -> None:
         """Add an action to `memory` that removes its entries before gdrkit frees the memory.
 
-        Other owners free their memory without notice. For such memory, lookups detect the changed buffer id.
+        Other owners do not inform gdrkit before they free memory. For such memory, lookups detect the changed buffer
+        id.
         """
         with self._lock:
             if memory not in self._watched_memories and not self._is_closing:
@@ -435,21 +444,21 @@ class RegionCache:
     def _deregister_before_free(self, memory: DeviceBuffer) -> None:
         """Deregister the entries of `memory`, or raise UsageError(BUSY) if a lease or registration still uses it."""
         begin, end = memory.address, memory.address + memory.length_bytes
+        self._cache_lock.refuse_handler(f"free the memory at {begin:#x}")
         with self._lock:
-            _count, claimed_entries = self._unlink_range(begin, end)
-        while True:
-            self._pending_deregistrations.deregister(claimed_entries, raise_errors=True)
+            self._unlink_range(begin, end)
+        lease_count = registering_count = 0
+        while not lease_count and not registering_count:
+            self._pending_deregistrations.deregister_and_wait(begin, end)
             with self._lock:
-                claimed_entries = self._pending_deregistrations.claim_all(begin, end)
-                if claimed_entries:
-                    continue
-                pending_entries = self._pending_deregistrations.find_overlapping(begin, end)
+                # A signal handler or another thread may have registered the memory again.
+                self._unlink_range(begin, end)
+                entries = self._pending_deregistrations.find_overlapping(begin, end)
+                lease_count = sum(entry.lease_count for entry in entries)
                 registering_count = self._pending_registrations.count_overlapping(begin, end)
-                if not pending_entries and not registering_count:
+                if not entries and not registering_count:
                     self._watched_memories.pop(memory, None)
                     return
-                lease_count = sum(entry.lease_count for entry in pending_entries)
-                break
         users = f"{format_count(lease_count, 'lease')} and {format_count(registering_count, 'pending registration')}"
         message = f"the memory is still in use by {users}"
         raise UsageError(message, reason=Reason.BUSY, what_to_do="close the leases first, then free it")

@@ -40,7 +40,7 @@ class DmabufMemory(MemoryResource):
     Parameters
     ----------
     dmabuf : DmabufRange
-        The memory. This object owns the range from now on, also if the constructor raises.
+        The memory. This object owns the range from now on, even if the constructor raises.
 
     Attributes
     ----------

@@ -30,9 +30,9 @@ class ExportRow(NamedTuple):
     method : ShareKind
         The export method.
     part : str
-        The exported part, ``whole`` for all of the memory. Some rows of dma-buf export a part from the second 4 KiB
-        page on (``page``), or a part whose address or length is not a multiple of 4 KiB (``odd_address``,
-        ``odd_length``). ``pcie`` is all of the memory, with the flag CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE.
+        The exported part: ``whole`` is all of the memory, ``page`` begins at its second 4 KiB page. The address of
+        ``odd_address`` and the length of ``odd_length`` are not multiples of 4 KiB. ``pcie`` is all of the memory, with
+        the flag CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE.
     status : int
         The CUresult that the driver returned.
     """

@@ -42,7 +42,7 @@ class HandleMessage:
     data : bytes
         The packed handle.
     descriptors : sequence of int
-        The file descriptors. The message owns them from now on, also if the constructor raises.
+        The file descriptors. The message owns them from now on, even if the constructor raises.
 
     Raises
     ------
@@ -52,7 +52,7 @@ class HandleMessage:
 
     def __init__(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         self._descriptors = tuple(descriptors)
-        self._handle = Handle("share.handle_message") if self._descriptors else None
+        self._live_handle = Handle("share.handle_message") if self._descriptors else None
         self.data = bytes(data)
         try:
             self.handle = ShareHandle.parse(self.data)
@@ -77,7 +77,7 @@ class HandleMessage:
     @property
     def closed(self) -> bool:
         """Whether the descriptors were closed. A message without descriptors is never closed."""
-        return self._handle is not None and not self._descriptors
+        return self._live_handle is not None and not self._descriptors
 
     def send(self, connection: socket.socket) -> None:
         """Send the handle and duplicates of its descriptors through a UNIX socket.
@@ -104,8 +104,8 @@ class HandleMessage:
         descriptors, self._descriptors = self._descriptors, ()
         for descriptor in descriptors:
             os.close(descriptor)
-        if self._handle is not None:
-            self._handle.release()
+        if self._live_handle is not None:
+            self._live_handle.release()
 
     def __enter__(self) -> Self:
         return self

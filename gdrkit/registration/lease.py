@@ -76,13 +76,16 @@ class Lease:
         Raises
         ------
         ApiError
-            This was the last lease of an entry that the cache has removed, and libibverbs failed to deregister it.
-            :meth:`RegionCache.close` tries again.
+            This was the last lease of an entry that the cache has removed, and libibverbs failed to deregister the
+            memory. :meth:`RegionCache.close` tries again.
         """
-        entry, self._entry = self._entry, None
+        entry = self._entry
         if entry is not None:
-            end_lease = entry.end_lease  # `entry.end_lease(entry)` would be slower.
-            end_lease(entry)
+            # No signal handler runs before the mark is removed, so an exception of a handler leaves no mark.
+            self._entry = None
+            entry.lease_marks.pop()
+            finish_lease = entry.finish_lease  # Python calls a local function faster than `entry.finish_lease(entry)`.
+            finish_lease(entry)
 
     def _require_entry(self) -> CacheEntry:
         if self._entry is None:
@@ -91,6 +94,7 @@ class Lease:
         return self._entry
 
     def _resolve_part(self, offset_bytes: int, length_bytes: int | None) -> tuple[CacheEntry, int, int]:
+        """Return the entry, the offset of the part in the memory of the entry, and the length of the part, in bytes."""
         entry = self._require_entry()
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
@@ -110,7 +114,7 @@ class Lease:
 
 
 def refuse_range(memory: DeviceBuffer, *, offset_bytes: int, length_bytes: int) -> NoReturn:
-    """Raise the error of a range that cannot be leased.
+    """Raise the error that says why a range cannot be leased.
 
     Either the memory is closed, or the range is empty or not inside the memory.
     """

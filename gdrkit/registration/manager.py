@@ -32,7 +32,7 @@ __all__ = ["GdrManager", "GdrObstacle", "GdrState", "GpuState"]
 
 @dataclass(frozen=True, slots=True)
 class GdrObstacle:
-    """A reason why no direct transfer is possible, at all or with one GPU. The fields are copied from an error."""
+    """A reason why direct transfers are not possible with one GPU or with any GPU. An error has the same fields."""
 
     api: Api
     message: str
@@ -111,9 +111,9 @@ class GdrManager:
     nic_names : sequence of str or None
         Names of the NICs to use. With None, all NICs with an active port.
     tree : HostTree or None
-        The source of the topology in sysfs. With None, this host.
+        The host whose sysfs describes the topology. With None, this host.
     placement : Placement or None
-        The choice of NICs. With None, a new one for `tree`.
+        The object that chooses the NICs. With None, a new :class:`Placement` of `tree`.
     regions_max, bytes_max : int
         Limits of the cache of each GPU; see :class:`RegionCache`.
 
@@ -123,12 +123,12 @@ class GdrManager:
         Whether transfers are possible, or why not. The constructor does not raise if hardware or software is missing:
         the state has the reason.
     placement : Placement
-        The choice of NICs.
+        The object that chooses the NICs.
 
     Raises
     ------
     UsageError
-        NO_DEVICE: there is no NIC with one of `nic_names`. No reason: a limit of the caches is not above 0.
+        NO_DEVICE: one of `nic_names` is not the name of a NIC. BAD_ARGUMENT: a limit of the caches is not above 0.
     """
 
     def __init__(
@@ -145,9 +145,10 @@ class GdrManager:
         self._close_stack = ReleaseStack()  # Closes the NICs, devices and caches in the reverse order.
         self._nics: tuple[verbs.Nic, ...] = ()
         self._devices: dict[int, cuda.Device] = {}
-        self._caches_lock = threading.Lock()
-        # The caches, by GPU and by the NICs with which they register. When a NIC fails or works again, the GPU gets
-        # another cache.
+        # The lock is reentrant, because a signal handler may call cache() while its thread has the lock.
+        self._caches_lock = threading.RLock()
+        # The caches. A key has the number of the GPU and the NICs with which the cache registers. When a NIC fails or
+        # works again, the GPU gets another cache.
         self._caches: dict[tuple[int, tuple[verbs.Nic, ...]], RegionCache] = {}
         self._failures: tuple[GdrkitError, ...] = ()  # The reasons why the manager is unavailable.
         self._failure_by_gpu: dict[int, GdrkitError] = {}
@@ -196,7 +197,7 @@ class GdrManager:
         return self._devices[gpu_index]
 
     def cache(self, gpu_index: int) -> RegionCache:
-        """Return the cache of one GPU, which registers with the NICs that reach it now.
+        """Return the cache that registers the memory of one GPU with the NICs that reach this GPU now.
 
         Raises
         ------
@@ -211,8 +212,11 @@ class GdrManager:
 
     def _make_cache(self, gpu_index: int, nics: tuple[verbs.Nic, ...]) -> RegionCache:
         cache = RegionCache(nics, regions_max=self._regions_max, bytes_max=self._bytes_max)
+        existing_cache = self._caches.setdefault((gpu_index, nics), cache)
+        if existing_cache is not cache:  # A signal handler has made one meanwhile.
+            cache.close()
+            return existing_cache
         self._close_stack.push(cache.close)
-        self._caches[gpu_index, nics] = cache
         return cache
 
     def lease(self, memory: cuda.CudaMemory, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:
@@ -248,7 +252,8 @@ class GdrManager:
         Raises
         ------
         UsageError
-            BUSY: a lease is still open. Caches before the busy one are closed. NICs and devices stay open.
+            BUSY: a lease of a cache is still open. The caches that were closed before this cache stay closed. NICs and
+            devices stay open.
         """
         if self._is_closed:
             return
@@ -264,6 +269,7 @@ class GdrManager:
         self._is_closed = True
 
     def _open_all(self, gpu_indices: Sequence[int] | None, nic_names: Sequence[str] | None) -> GdrState:
+        """Open the NICs and the GPUs, find out which NICs reach which GPUs, and return the state."""
         failures: list[GdrkitError] = []
         try:
             self._nics = self._open_nics(nic_names)
@@ -271,15 +277,15 @@ class GdrManager:
             failures.append(error.clone())
         devices: list[cuda.Device] = []
         try:
-            count = cuda.device_count()
-            for index in range(count) if gpu_indices is None else gpu_indices:
+            gpu_count = cuda.device_count()
+            for index in range(gpu_count) if gpu_indices is None else gpu_indices:
                 devices.append(cuda.Device(index))
                 self._close_stack.push(devices[-1].close)
         except ApiError as error:
             failures.append(error.clone())
         if not failures and not self._nics:
             failures.append(UsageError("no NIC has an active port", reason=Reason.NO_DEVICE))
-        gpus = tuple(self._probe(device, is_enabled=not failures) for device in devices)
+        gpu_states = tuple(self._probe(device, is_enabled=not failures) for device in devices)
         if not failures and not self._devices:
             failures.append(
                 RegistrationFailed(
@@ -291,10 +297,10 @@ class GdrManager:
             )
         self._failures = tuple(failures)
         obstacles = tuple(GdrObstacle.of(error) for error in failures)
-        return GdrState(nics=tuple(nic.name for nic in self._nics), gpus=gpus, obstacles=obstacles)
+        return GdrState(nics=tuple(nic.name for nic in self._nics), gpus=gpu_states, obstacles=obstacles)
 
-    def _open_nics(self, names: Sequence[str] | None) -> tuple[verbs.Nic, ...]:
-        nics = verbs.open_active_nics(names)
+    def _open_nics(self, nic_names: Sequence[str] | None) -> tuple[verbs.Nic, ...]:
+        nics = verbs.open_active_nics(nic_names)
         for nic in nics:
             self._close_stack.push(nic.close)
         return nics
@@ -306,15 +312,15 @@ class GdrManager:
         """
         route: RegistrationRoute | None = None
         obstacle: GdrObstacle | None = None
-        names: tuple[str, ...] = ()
-        reach: tuple[Reach, ...] = ()
+        nic_names: tuple[str, ...] = ()
+        reach_results: tuple[Reach, ...] = ()
         if is_enabled:
             try:
-                reach = self.placement.reach.measured(device, self._nics)
+                reach_results = self.placement.reach.measured(device, self._nics)
                 nics = self.placement.usable(device, self._nics)
-                # All these NICs must register the memory by one method.
+                # A cache registers with all these NICs by one method, so test that this is possible.
                 with device.allocate(GPU_RDMA_PAGE_BYTES) as memory, register(memory, nics) as registration:
-                    route, names = registration.route, tuple(nic.name for nic in nics)
+                    route, nic_names = registration.route, tuple(nic.name for nic in nics)
             except (ApiError, RegistrationFailed) as error:
                 obstacle = GdrObstacle.of(error)
                 self._failure_by_gpu[device.index] = error.clone()
@@ -327,8 +333,8 @@ class GdrManager:
             pci_bus_id=device.pci_bus_id,
             route=route,
             obstacle=obstacle,
-            nics=names,
-            reach=reach,
+            nics=nic_names,
+            reach=reach_results,
         )
 
     def _require_available(self) -> None:

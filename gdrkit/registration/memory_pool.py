@@ -1,9 +1,9 @@
 """A pool of device memory of several sizes, which grows and is trimmed.
 
 The pool keeps allocations, not registrations. A :class:`~gdrkit.registration.RegionCache` keeps the registration of an
-allocation until the allocation is freed. So memory from a pool that is leased from a cache is allocated and registered
-once, although it is used many times. :class:`~gdrkit.registration.BufferPool` instead has a fixed number of registered
-buffers of one size.
+allocation until the allocation is freed. So if a program leases the memory of a pool from a cache, the memory is
+allocated and registered only once, however often the program uses it. :class:`~gdrkit.registration.BufferPool` instead
+has a fixed number of registered buffers of one size.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def block_bytes(length_bytes: int) -> int:
     """
     rounded_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
     power_of_two = 1 << (rounded_bytes - 1).bit_length()
+    # Three quarters of this power of two are one and a half times the next smaller power of two.
     if rounded_bytes > _HALF_STEPS_ABOVE_BYTES and rounded_bytes <= power_of_two // 4 * 3:
         return power_of_two // 4 * 3
     return power_of_two
@@ -50,9 +51,9 @@ class MemoryPoolStatistics:
     Attributes
     ----------
     idle_blocks, idle_bytes : int
-        Allocations that are not in use, and their bytes.
+        Number of allocations (blocks) that are not in use, and their size in bytes.
     in_use_blocks, in_use_bytes : int
-        Allocations that are in use, and their bytes.
+        Number of allocations that are in use, and their size in bytes.
     hits, misses : int
         Number of requests that got an idle allocation, and number of requests that needed a new one.
     trimmed_blocks : int
@@ -112,18 +113,19 @@ class MemoryPool(Closeable):
 
     def __init__(self, allocator: Allocator, *, idle_bytes_max: int = 256 * MIB, idle_ms_max: float = 10_000.0) -> None:
         if idle_bytes_max < 0 or idle_ms_max < 0:
-            message = f"limits must not be negative, not {idle_bytes_max} bytes and {idle_ms_max} ms"
+            message = f"idle_bytes_max and idle_ms_max must be at least 0, not {idle_bytes_max} and {idle_ms_max}"
             raise UsageError(message)
         self._allocator = allocator
         self._idle_bytes_max = idle_bytes_max
         self._idle_s_max = idle_ms_max / 1000
-        # A signal handler may use the pool while its thread has the lock.
+        # The lock is reentrant, because a signal handler may use the pool while its thread has the lock.
         self._lock = threading.RLock()
         # For each idle allocation, the time at which it became idle. The allocation that is idle longest is the first.
         self._idle_memories: dict[DeviceBuffer, float] = {}
         self._in_use: dict[PooledMemory, None] = {}
         self._hits = self._misses = self._trimmed = 0
-        self._is_inherited = self._is_closed = False
+        self._is_copy_in_child = False  # In a forked child this is true, and close() frees nothing.
+        self._is_closed = False
         self._handle = Handle("registration.memory_pool")
         forks.register(self)
 
@@ -151,7 +153,7 @@ class MemoryPool(Closeable):
         Raises
         ------
         ApiError
-            The allocator failed, also after all idle memory was freed.
+            The allocator failed. If it was out of memory, it failed again after all idle memory was freed.
         UsageError
             The length is not above 0.
         ClosedResource
@@ -166,14 +168,14 @@ class MemoryPool(Closeable):
             memory = self._take_idle(length_bytes)
             if memory is not None:
                 self._hits += 1
-                return self._hand_out(memory, length_bytes)
+                return self._mark_in_use(memory, length_bytes)
         memory = self._allocate_block(block_bytes(length_bytes))
         with self._lock:
             if not self._is_closed:
                 self._misses += 1
-                return self._hand_out(memory, length_bytes)
+                return self._mark_in_use(memory, length_bytes)
         memory.close()
-        raise ClosedResource(_POOL)
+        raise ClosedResource(_POOL_NAME)
 
     def trim(self, *, idle_bytes_max: int = 0) -> None:
         """Free idle memory, the longest idle first, until at most `idle_bytes_max` bytes are idle."""
@@ -189,7 +191,7 @@ class MemoryPool(Closeable):
         ApiError
             Memory could not be deregistered or freed. Another close tries again.
         """
-        if self._is_inherited:
+        if self._is_copy_in_child:
             return
         with self._lock:
             if self._in_use:
@@ -201,8 +203,9 @@ class MemoryPool(Closeable):
 
     def after_fork_in_child(self) -> None:
         """Mark the pool as closed in a forked child: the memory belongs to the parent."""
-        self._is_inherited = self._is_closed = True
+        self._is_copy_in_child = self._is_closed = True
         self._lock = threading.RLock()
+        # The child must not release the objects of the parent, so it keeps references to them.
         self._objects_of_parent = (self._idle_memories, self._in_use)
         self._idle_memories, self._in_use = {}, {}
 
@@ -227,7 +230,7 @@ class MemoryPool(Closeable):
                 return memory
         return None
 
-    def _hand_out(self, memory: DeviceBuffer, length_bytes: int) -> PooledMemory:
+    def _mark_in_use(self, memory: DeviceBuffer, length_bytes: int) -> PooledMemory:
         pooled_memory = PooledMemory(memory, length_bytes, self._take_back)
         self._in_use[pooled_memory] = None
         return pooled_memory
@@ -240,16 +243,19 @@ class MemoryPool(Closeable):
             self._idle_memories[pooled_memory.memory] = time.monotonic()
         self._free_idle(self._idle_bytes_max, self._idle_s_max)
 
-    def _free_idle(self, bytes_max: int, idle_s_max: float | None) -> None:
-        """Free idle memory above the limit of bytes, and memory that is idle for longer than the limit of time."""
+    def _free_idle(self, idle_bytes_max: int, idle_s_max: float | None) -> None:
+        """Free idle memory above `idle_bytes_max`, and memory that is idle for longer than `idle_s_max`.
+
+        With `idle_s_max` None, the time is not checked.
+        """
         free_actions = ReleaseStack()
         with self._lock:
-            expiry_s = None if idle_s_max is None else time.monotonic() - idle_s_max
+            oldest_allowed_s = None if idle_s_max is None else time.monotonic() - idle_s_max
             for memory, idle_since_s in tuple(self._idle_memories.items()):
-                is_expired = expiry_s is not None and idle_since_s < expiry_s
-                if self._count_idle_bytes() <= bytes_max and not is_expired:
+                is_expired = oldest_allowed_s is not None and idle_since_s < oldest_allowed_s
+                if self._count_idle_bytes() <= idle_bytes_max and not is_expired:
                     break
-                if self._idle_memories.pop(memory, None) is not None:  # Else a signal handler has taken it meanwhile.
+                if self._idle_memories.pop(memory, None) is not None:  # Else a signal handler took the memory.
                     self._trimmed += 1
                     free_actions.push(lambda memory=memory: self._free(memory))  # type: ignore[misc]
         free_actions.run()
@@ -269,8 +275,8 @@ class MemoryPool(Closeable):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ClosedResource(_POOL)
+            raise ClosedResource(_POOL_NAME)
 
 
 # The name of the pool in errors of ClosedResource.
-_POOL = "memory pool"
+_POOL_NAME = "memory pool"

@@ -42,7 +42,7 @@ class WriteVisibility(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ordering:
-    """The order of remote writes that one device guarantees.
+    """The guarantees of one device about when the writes of NICs become visible to its work.
 
     Attributes
     ----------
@@ -51,8 +51,8 @@ class Ordering:
     flush_options : FlushOption
         The calls that flush writes of NICs.
     visibility : int
-        The value of the attribute. :class:`WriteVisibility` names the known values. A larger value includes the
-        guarantees of the smaller ones.
+        The value of the device attribute GPU_DIRECT_RDMA_WRITES_ORDERING. :class:`WriteVisibility` names the known
+        values. A larger value includes the guarantees of the smaller ones.
     """
 
     device_index: int

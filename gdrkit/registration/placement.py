@@ -1,4 +1,4 @@
-"""The choice of the NICs for the memory of a GPU. Every part of gdrkit that moves such memory uses it.
+"""The choice of the NICs through which the memory of a GPU is transferred. Every part of gdrkit uses this choice.
 
 Only NICs whose DMA reaches the memory of the GPU (:mod:`gdrkit.registration.reach`) are used. Of these, the nearest
 NICs are chosen, and of the nearest, the NICs with the fastest link. Several equal NICs take turns. Distances
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Distance", "Placement"]
 
-_RDMA_CLASS = "/sys/class/infiniband"
+_RDMA_DEVICES_FOLDER = "/sys/class/infiniband"
 # The beginning of a port's file `rate`, such as "400 Gb/sec (4X NDR)".
 _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
 
@@ -37,7 +37,8 @@ class Placement:
     tree : HostTree or None
         The host whose sysfs is read. With None, this host.
     reach : ReachTable or None
-        The measured reach. With None, a new table, which begins with the results in the file of the user.
+        The measured reach. With None, a new table, which begins with the results that other processes of the user
+        stored in a file.
 
     Attributes
     ----------
@@ -48,12 +49,13 @@ class Placement:
     def __init__(self, tree: HostTree | None = None, *, reach: ReachTable | None = None) -> None:
         self._tree = HostTree() if tree is None else tree
         self.reach = ReachTable() if reach is None else reach
-        # The number of choices so far in each set of equally near NICs, which the names of these NICs identify.
+        # For each set of equally near NICs, the number of choices so far. The key has the names of the NICs.
         self._turn_count_by_nics: dict[tuple[str, ...], int] = {}
         # The results of nearest(), as positions in `nics`. The key has the PCI address of the GPU and the names of
         # `nics`.
         self._nearest_positions: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
-        self._lock = ForkSafeLock()
+        # The lock is reentrant, because a signal handler may choose a NIC while its thread has the lock.
+        self._lock = ForkSafeLock(reentrant=True)
 
     def distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
         """Return how far a GPU (its PCI address: ``0000:1b:00.0``) is from an RDMA device (its name: ``mlx5_0``).
@@ -63,9 +65,9 @@ class Placement:
         Raises
         ------
         UsageError
-            There is no RDMA device with that name in sysfs, nor, if the tree is this host, in the list of libibverbs.
+            sysfs has no RDMA device with that name. If the tree is this host, libibverbs does not list one either.
         """
-        device_names = set(self._tree.names(_RDMA_CLASS))
+        device_names = set(self._tree.names(_RDMA_DEVICES_FOLDER))
         if nic_name not in device_names and self._tree.is_this_host:
             device_names |= _list_libibverbs_names()
         if nic_name not in device_names:
@@ -76,13 +78,13 @@ class Placement:
         return self._find_distance(gpu_pci_bus_id, nic_name)
 
     def _find_distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
-        nic_address = self._tree.link_name(f"{_RDMA_CLASS}/{nic_name}/device")
+        nic_address = self._tree.link_name(f"{_RDMA_DEVICES_FOLDER}/{nic_name}/device")
         return Distance.UNKNOWN if nic_address is None else pci_distance(self._tree, gpu_pci_bus_id, nic_address)
 
     def link_gbit_per_s(self, nic: Nic) -> float:
         """Return the rate of the NIC's link in Gbit/s, or 0 if sysfs does not show it."""
-        text = self._tree.text(f"{_RDMA_CLASS}/{nic.name}/ports/{nic.port.number}/rate")
-        match = _RATE.match(text or "")
+        rate_text = self._tree.text(f"{_RDMA_DEVICES_FOLDER}/{nic.name}/ports/{nic.port.number}/rate")
+        match = _RATE.match(rate_text or "")
         return 0.0 if match is None else float(match[1])
 
     def usable(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Nic, ...]:
@@ -91,7 +93,7 @@ class Placement:
         Raises
         ------
         RegistrationFailed
-            No NIC reaches the GPU. ``causes`` has the reason of each of them.
+            No NIC reaches the GPU. ``causes`` has one reason for each NIC.
         ApiError
             Memory of the GPU could not be allocated for a measurement.
         """
@@ -125,12 +127,12 @@ class Placement:
 
     def choose(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> Nic:
         """Return one of the :meth:`nearest` NICs. They take turns: each set of equally near NICs has its own count."""
-        nearest = self.nearest(gpu_pci_bus_id, nics)
-        names = tuple(nic.name for nic in nearest)
+        nearest_nics = self.nearest(gpu_pci_bus_id, nics)
+        nic_names = tuple(nic.name for nic in nearest_nics)
         with self._lock:
-            turn_count = self._turn_count_by_nics.get(names, 0)
-            self._turn_count_by_nics[names] = turn_count + 1
-        return nearest[turn_count % len(nearest)]
+            turn_count = self._turn_count_by_nics.get(nic_names, 0)
+            self._turn_count_by_nics[nic_names] = turn_count + 1
+        return nearest_nics[turn_count % len(nearest_nics)]
 
 
 def _require_nics(nics: Sequence[Nic]) -> None:
@@ -147,7 +149,7 @@ def _make_failure(result: Reach) -> RegistrationFailed | BrokenResource:
     if result.failure is not None:
         causes = (result.failure.clone(),)
         return RegistrationFailed(message, causes=causes, reason=causes[0].reason, what_to_do=causes[0].what_to_do)
-    # The result is from the file: another process measured it, and the file has no error objects.
+    # The result was read from the file: another process measured it, and the file does not store errors.
     return BrokenResource(f"{message}: {result.cause}", reason=Reason.NO_ROUTE)
 
 

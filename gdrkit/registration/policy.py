@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL_ACCESS", "Registration", "RegistrationRoute", "check_memory", "check_nics", "register"]
 
+# All rights that transfers need. Access.REMOTE_ATOMIC is not among them.
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
 
@@ -39,7 +40,7 @@ class RegistrationRoute(enum.Enum):
     @classmethod
     def methods_for(cls, kind: MemoryKind) -> tuple[Self, ...]:
         """Return the methods that the policy tries for memory of this kind, in order."""
-        # This memory has no addresses in this process, so ibv_reg_mr cannot pin it as peer memory.
+        # Memory of these two kinds has no address in this process, so ibv_reg_mr cannot pin it as peer memory.
         if kind in {MemoryKind.GAUDI, MemoryKind.DMABUF}:
             return (cls.DMABUF,)
         return (cls.HOST,) if kind is MemoryKind.HOST else (cls.DMABUF, cls.PEER_MEMORY)
@@ -48,7 +49,8 @@ class RegistrationRoute(enum.Enum):
 class Registration:
     """Memory that some NICs can access; made by :func:`register`.
 
-    It must be closed before the memory is freed. If gdrkit owns the memory, :meth:`DeviceBuffer.close` closes it first.
+    It must be closed before the memory is freed. If gdrkit owns the memory, :meth:`DeviceBuffer.close` closes the
+    registration before it frees the memory.
 
     Attributes
     ----------
@@ -57,7 +59,7 @@ class Registration:
     route : RegistrationRoute
         The method of registration.
     refusals : tuple of GdrkitError
-        The errors of the methods that were tried before this one. It is empty if the first method worked.
+        The errors of the methods that were tried before `route`. It is empty if the first method worked.
     """
 
     def __init__(self, memory: RegistrableMemory, route: RegistrationRoute, refusals: tuple[GdrkitError, ...]) -> None:
@@ -117,9 +119,10 @@ class Registration:
         if self._is_closed:
             return
         self._resources.run()
+        # If an exception of a signal handler interrupts these statements, the next close of the memory repeats them.
+        self._handle.release()
         self._is_closed = True
         self._remove_close_callback()
-        self._handle.release()
 
     def _add_dmabuf(self, dmabuf: DmabufRange) -> None:
         self._resources.push(dmabuf.close)

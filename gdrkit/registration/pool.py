@@ -63,7 +63,7 @@ class RdmaBuffer:
 
     @property
     def closed(self) -> bool:
-        """Whether this buffer was closed. A slice is also closed if its buffer was closed."""
+        """Whether the buffer or its registration was closed. A slice is also closed if its buffer was closed."""
         return self._is_closed or self._registration.closed or (self._parent is not None and self._parent.closed)
 
     @property
@@ -190,8 +190,8 @@ class BufferPool:
     Raises
     ------
     RegistrationFailed, ApiError
-        The allocation failed (ApiError), or the registration did; see :func:`~gdrkit.registration.register`. Nothing
-        stays allocated or registered.
+        The allocation failed (ApiError), or the registration failed; see :func:`~gdrkit.registration.register`.
+        Nothing stays allocated or registered.
     UsageError
         `buffer_bytes` or `count` is not above 0, or `nics` is not a sequence of at least one Nic, each once.
     """
@@ -205,7 +205,7 @@ class BufferPool:
         nics = check_nics(nics)
         self.buffer_bytes = buffer_bytes
         self.count = count
-        # The buffers begin at different pages, so that two buffers never share a page that a NIC pins.
+        # Each buffer begins at a page boundary, so that two buffers never share a page that a NIC pins.
         stride_bytes = align_up(buffer_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
         self._memory = device.allocate(stride_bytes * count)
         try:
@@ -213,7 +213,7 @@ class BufferPool:
         except BaseException:
             self._memory.close()
             raise
-        # A signal handler may use the pool while its thread has the lock.
+        # The lock is reentrant, because a signal handler may use the pool while its thread has the lock.
         self._lock = threading.RLock()
         # The offsets of the free buffers in the memory.
         self._free_offsets = deque(index * stride_bytes for index in range(count))
@@ -221,10 +221,10 @@ class BufferPool:
         self._in_use: set[RdmaBuffer] = set()
         self._allocations = self._timeouts = self._waits = 0
         self._is_closed = False
-        # The memory cannot be freed while a buffer is in use.
+        # The memory calls _refuse_while_used before it is freed. So it cannot be freed while a buffer is in use.
         self._memory.before_release(self._refuse_while_used)
         self._handle = Handle("registration.pool")
-        self._is_inherited = False
+        self._is_copy_in_child = False  # In a forked child this is true, and close() frees nothing.
         forks.register(self)
 
     @property
@@ -277,7 +277,7 @@ class BufferPool:
                 return self._make_buffer(waiter.offset_bytes)
             self._waiters.remove(waiter)
             self._timeouts += 1
-        message = f"no buffer of {self.count} was closed within {timeout_ms} ms"
+        message = f"none of the buffers of the pool ({self.count}) became available within {timeout_ms} ms"
         raise UsageError(message, reason=Reason.TIMEOUT, what_to_do="close buffers sooner, or create a larger pool")
 
     def close(self) -> None:
@@ -288,10 +288,10 @@ class BufferPool:
         UsageError
             BUSY: a buffer is still in use. The pool stays open and usable.
         """
-        if self._is_inherited:
+        if self._is_copy_in_child:
             return
         with self._lock:
-            self._is_closed = True  # This must precede the count, so that a signal handler gets no buffer.
+            self._is_closed = True  # First, so that no signal handler allocates a buffer after the check.
             try:
                 self._refuse_while_used()
             except UsageError:
@@ -303,7 +303,7 @@ class BufferPool:
 
     def after_fork_in_child(self) -> None:
         """Mark the pool as closed in a forked child: the memory and its registration belong to the parent."""
-        self._is_inherited = self._is_closed = True
+        self._is_copy_in_child = self._is_closed = True
         self._lock = threading.RLock()
         self._waiters = deque()
         self._in_use = set()
@@ -342,6 +342,7 @@ class BufferPool:
             self._free_offsets.append(offset_bytes)
 
     def _leave_queue(self, waiter: _Waiter) -> None:
+        """Remove a waiter whose wait was interrupted. If it has a buffer, assign the buffer again."""
         with self._lock:
             if waiter.offset_bytes is None:
                 self._waiters.remove(waiter)
@@ -368,11 +369,12 @@ class _Waiter:
     __slots__ = ("buffer_assigned", "offset_bytes")
 
     def __init__(self) -> None:
-        # This lock is released when a buffer is assigned. A signal handler of the waiting thread may do this, so the
-        # methods must not be Python code, such as the methods of threading.Event, which take another lock.
+        # This lock is released when a buffer is assigned, possibly by a signal handler of the waiting thread. So its
+        # methods must be C code. A threading.Event would not do: its methods are Python code that takes another lock,
+        # and a signal handler that interrupts this code would wait for that lock forever.
         self.buffer_assigned = threading.Lock()
         self.buffer_assigned.acquire()
-        self.offset_bytes: int | None = None  # The offset of the assigned buffer.
+        self.offset_bytes: int | None = None  # The offset of the assigned buffer; None before.
 
     def wait_for_buffer(self, timeout_s: float | None) -> None:
         """Wait until a buffer is assigned or the time is over."""

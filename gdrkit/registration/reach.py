@@ -1,8 +1,8 @@
 """Reach: whether the DMA of a NIC can access the memory of a GPU, measured with checked bytes and port counters.
 
 On some machines, GPU memory can be registered with every NIC, but the DMA of some NICs fails. So a NIC reaches a GPU
-only if a page was registered, written and read through the NIC, and every byte was right. The counters of both ports
-then decide whether the transfer proves a direct route: see :attr:`Reach.state`.
+only if a page was registered, written and read through the NIC, and every byte was right. Then the port counters of
+both NICs of the transfer decide whether the transfer proves a direct route: see :attr:`Reach.state`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ __all__ = ["COUNTERS_TIMEOUT_S", "Reach", "TransferPath", "measure_devices", "me
 
 # Size of the transfer in each direction: one page. nvidia-peermem pins device memory in pages of this size.
 _PAGE_BYTES = GPU_RDMA_PAGE_BYTES
-# Seeds of the patterns: the first content of the page, the written bytes, and the bytes that are read.
+# Seeds of three patterns, the ASCII codes of "old", "wrt" and "rea": for the content of the page before the write, for
+# the written bytes, and for the bytes that are read.
 _OLD_SEED, _WRITE_SEED, _READ_SEED = 0x6F6C64, 0x777274, 0x726561
-# Longest time in which the driver of a NIC updates the counters of its ports.
+# Longest time that the driver of a NIC needs to update the port counters after a transfer.
 COUNTERS_TIMEOUT_S = 0.3
+# Pause between two reads of the counters.
 _COUNTERS_PAUSE_S = 0.01
 
 
@@ -80,7 +82,7 @@ class Reach:
     measured_s : float
         Time of the measurement, in seconds since 1970.
     failure : GdrkitError or None
-        The error, if the measurement failed in this process. The file of results has no errors.
+        The error, if the measurement failed in this process. None for results from the file, which stores no errors.
     """
 
     gpu_uuid: str
@@ -133,13 +135,13 @@ def unproven_reason(path: TransferPath, transfer_bytes: int, *growths: PortGrowt
     growths : PortGrowth
         The bytes that the counters of the two ports counted.
     """
-    counts = [count for growth in growths for count in (growth.sent_bytes, growth.received_bytes)]
-    if None in counts:
+    counted_bytes = [count for growth in growths for count in (growth.sent_bytes, growth.received_bytes)]
+    if None in counted_bytes:
         return "counters_missing"
     is_loopback = path is TransferPath.LOOPBACK
     # In loopback, one port sends and receives the bytes of both directions.
     expected_bytes = transfer_bytes * (2 if is_loopback else 1)
-    if all(count is not None and count >= expected_bytes for count in counts):
+    if all(count is not None and count >= expected_bytes for count in counted_bytes):
         return ""
     return "loopback_not_counted" if is_loopback else "counters_did_not_grow"
 
@@ -248,34 +250,36 @@ class _Measurement:
         remote = registration.remote(self._nic, length_bytes=_PAGE_BYTES)
         counters_before = self._read_counters()
         try:
-            with self._connect() as pair:
-                self._check_write(pair, remote)
-            with self._connect() as pair:
-                self._check_read(pair, remote)
+            with self._connect() as connected_pair:
+                self._check_write(connected_pair, remote)
+            with self._connect() as connected_pair:
+                self._check_read(connected_pair, remote)
         finally:
             self._growths = self._wait_for_growth(counters_before)
 
     def _connect(self) -> ConnectedPair:
         return ConnectedPair(self._nic, self._peer, length_bytes=_PAGE_BYTES)
 
-    def _check_write(self, pair: ConnectedPair, remote: RemoteRange) -> None:
+    def _check_write(self, connected_pair: ConnectedPair, remote: RemoteRange) -> None:
         self._memory.write(pattern.payload(_PAGE_BYTES, seed=_OLD_SEED))
-        pair.fill(_WRITE_SEED)
-        pair.write(remote).expect()
+        connected_pair.fill(_WRITE_SEED)
+        connected_pair.write(remote).expect()
         Ordering.of(self._device).make_visible(self._device)
         _check_pattern(self._memory.read(), _WRITE_SEED, "RDMA WRITE")
 
-    def _check_read(self, pair: ConnectedPair, remote: RemoteRange) -> None:
+    def _check_read(self, connected_pair: ConnectedPair, remote: RemoteRange) -> None:
         self._memory.write(pattern.payload(_PAGE_BYTES, seed=_READ_SEED))
-        pair.read(remote).expect()
-        _check_pattern(pair.data, _READ_SEED, "RDMA READ")
+        connected_pair.read(remote).expect()
+        _check_pattern(connected_pair.data, _READ_SEED, "RDMA READ")
 
     def _read_counters(self) -> tuple[PortCounters, PortCounters]:
-        first, second = (read_port(self._tree, nic.name, nic.port.number) for nic in (self._nic, self._peer))
-        return first, second
+        nic_counters, peer_counters = (
+            read_port(self._tree, nic.name, nic.port.number) for nic in (self._nic, self._peer)
+        )
+        return nic_counters, peer_counters
 
     def _wait_for_growth(self, counters_before: tuple[PortCounters, PortCounters]) -> tuple[PortGrowth, PortGrowth]:
-        """Return by how much the counters of both ports grew. Some drivers update the counters late."""
+        """Wait until all counters have grown or the time is over. Return the increase of the counters of both ports."""
         deadline_s = time.monotonic() + self._counters_timeout_s
         while True:
             counters_after = self._read_counters()
@@ -283,8 +287,10 @@ class _Measurement:
                 port_growth(counters_before[0], counters_after[0]),
                 port_growth(counters_before[1], counters_after[1]),
             )
-            counts = [count for growth in growths for count in (growth.sent_bytes, growth.received_bytes)]
-            is_complete = None in counts or all(count is not None and count >= _PAGE_BYTES for count in counts)
+            counted_bytes = [count for growth in growths for count in (growth.sent_bytes, growth.received_bytes)]
+            is_complete = None in counted_bytes or all(
+                count is not None and count >= _PAGE_BYTES for count in counted_bytes
+            )
             if is_complete or time.monotonic() >= deadline_s:
                 return growths
             time.sleep(_COUNTERS_PAUSE_S)

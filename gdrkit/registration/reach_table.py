@@ -31,9 +31,10 @@ __all__ = ["ReachTable"]
 
 _LOG = logging.getLogger("gdrkit.registration")
 _FILE_NAME, _HEADER = "reach", "gdrkit-reach 1"
+# Times after which a NIC is measured again, in seconds: if the NIC reached the GPU, and if it did not.
 _VALID_S, _RETRY_AFTER_S = 3600.0, 30.0
 _CAUSE_LENGTH_MAX = 300
-# The client library does not read more of the file (native/usrbio/client/reach_file.cpp).
+# The usrbio client library reads at most this much of the file (native/usrbio/client/reach_file.cpp).
 _FILE_BYTES_MAX = 64 << 10
 
 _Key = tuple[str, str]  # UUID of the GPU, and GID of the NIC.
@@ -58,7 +59,8 @@ class ReachTable:
         self._retry_after_s = retry_after_s
         self._results: dict[_Key, Reach] = {}
         self._has_read_file = False
-        self._lock = ForkSafeLock()
+        # The lock is reentrant, because a signal handler may use the table while its thread has the lock.
+        self._lock = ForkSafeLock(reentrant=True)
 
     def measured(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Reach, ...]:
         """Return the result for each NIC, in the order of `nics`. Measure the NICs whose result is missing or too old.
@@ -68,18 +70,23 @@ class ReachTable:
         ApiError
             Memory of the GPU could not be allocated for a measurement.
         """
-        keys = [(device.uuid, nic.gid) for nic in nics]
         with self._lock:
             if not self._has_read_file:
-                self._results = {**_read_file(), **self._results}
+                for key, stored_result in _read_file().items():
+                    self._results.setdefault(key, stored_result)
                 self._has_read_file = True
-            nics_to_measure = [nic for nic, key in zip(nics, keys, strict=True) if not self._is_current(key)]
-            if nics_to_measure:
-                self._measure(device, nics_to_measure, nics)
-            return tuple(self._results[key] for key in keys)
+            # A signal handler may forget results meanwhile.
+            result_by_nic = {
+                nic: result for nic in nics if (result := self._find_current((device.uuid, nic.gid))) is not None
+            }
+            if any(nic not in result_by_nic for nic in nics):
+                self._measure(device, nics, result_by_nic)
+            return tuple(result_by_nic[nic] for nic in nics)
 
     def store(self, results: Iterable[Reach]) -> None:
-        """Keep the results of measurements. If a GPU and a NIC have several, keep the result that proves most."""
+        """Keep the results of measurements. If a GPU and a NIC have several results, keep the result that proves
+        most.
+        """
         best_results: dict[_Key, Reach] = {}
         for result in results:
             key = (result.gpu_uuid, result.nic_gid)
@@ -93,23 +100,29 @@ class ReachTable:
         """Drop the results of a GPU and these NICs, because a transfer between them failed."""
         keys = {(gpu_uuid, nic.gid) for nic in nics}
         with self._lock:
-            for key in keys & self._results.keys():
-                del self._results[key]
+            for key in keys:
+                self._results.pop(key, None)
             _write_file((), forgotten_keys=keys)
 
-    def _is_current(self, key: _Key) -> bool:
+    def _find_current(self, key: _Key) -> Reach | None:
+        """Return a result that is not too old, or None."""
         result = self._results.get(key)
         if result is None:
-            return False
+            return None
         if result.route is None and result.failure is None:
-            # The result is from the file: another process could not register the memory. The file does not have its
-            # errors, which this process needs for its own error. A failed registration takes little time.
-            return False
+            # The result is from the file: another process could not register the memory. The file does not contain the
+            # errors, and this process needs them as causes of its own error. So it tries again, which takes little
+            # time.
+            return None
         age_s = time.time() - result.measured_s
-        return 0 <= age_s < (_VALID_S if result.moved else self._retry_after_s)
+        return result if 0 <= age_s < (_VALID_S if result.moved else self._retry_after_s) else None
 
-    def _measure(self, device: PrimaryContext, nics_to_measure: Sequence[Nic], nics: Sequence[Nic]) -> None:
-        """Measure `nics_to_measure` in loopback. If a NIC fails, measure it again with a working NIC as the peer."""
+    def _measure(self, device: PrimaryContext, nics: Sequence[Nic], result_by_nic: dict[Nic, Reach]) -> None:
+        """Measure the NICs that `result_by_nic` lacks in loopback, and add their results to it.
+
+        If one fails, measure it again with a working NIC of `nics` as peer.
+        """
+        nics_to_measure = [nic for nic in nics if nic not in result_by_nic]
         results = dict(
             zip(
                 nics_to_measure,
@@ -117,8 +130,8 @@ class ReachTable:
                 strict=True,
             )
         )
-        result_by_nic = {nic: results.get(nic) or self._results[device.uuid, nic.gid] for nic in nics}
-        working_nic = next((nic for nic, result in result_by_nic.items() if result.moved), None)
+        result_by_nic |= results
+        working_nic = next((nic for nic in nics if result_by_nic[nic].moved), None)
         # Some NICs have no loopback, but another NIC can access the memory through them.
         retried_nics = [nic for nic, result in results.items() if not result.moved and result.route is not None]
         if working_nic is not None and retried_nics:
@@ -128,6 +141,7 @@ class ReachTable:
         for nic, result in results.items():
             self._log_change(device, nic, result)
             self._results[device.uuid, nic.gid] = result
+        result_by_nic |= results
         _write_file(results.values())
 
     def _log_change(self, device: PrimaryContext, nic: Nic, result: Reach) -> None:
@@ -139,6 +153,7 @@ class ReachTable:
 
 
 def _rank_proof(result: Reach) -> tuple[bool, bool, bool]:
+    """Return a sort key, which is larger for a result that proves more."""
     return result.moved, result.state is RouteOutcome.PROVEN, result.path is TransferPath.WIRE
 
 
@@ -160,16 +175,16 @@ def _write_file(results: Iterable[Reach], *, forgotten_keys: Iterable[_Key] = ()
     merged_results = _read_file() | {(result.gpu_uuid, result.nic_gid): result for result in results}
     for key in forgotten_keys:
         merged_results.pop(key, None)
-    text = _HEADER + "\n"
+    file_text = _HEADER + "\n"
     # If the file is full, the oldest results are left out.
     for result in sorted(merged_results.values(), key=lambda result: result.measured_s, reverse=True):
         line = _format_line(result) + "\n"
-        if len(text) + len(line) > _FILE_BYTES_MAX:
+        if len(file_text) + len(line) > _FILE_BYTES_MAX:
             break
-        text += line
+        file_text += line
     try:
         with PrivateFolder.below(state_folder()) as folder:
-            folder.write_text(_FILE_NAME, text)
+            folder.write_text(_FILE_NAME, file_text)
     except (OSError, GdrkitError) as error:
         _LOG.info("the reach of NICs was not stored: %s", error)
 
@@ -223,5 +238,5 @@ def _parse_line(line: str) -> Reach | None:
 def _parse_growth(text: str) -> PortGrowth | None:
     if not text:
         return None
-    sent, received = (None if count == "None" else int(count) for count in text.split(","))
-    return PortGrowth(sent, received)
+    sent_bytes, received_bytes = (None if count == "None" else int(count) for count in text.split(","))
+    return PortGrowth(sent_bytes, received_bytes)

@@ -1,14 +1,14 @@
 """Sharing of device memory between processes: export and import.
 
-There are three methods. CUDA IPC shares a whole allocation, and the handle has the offset of the shared part. VMM
-shares chunks as file descriptors. A dma-buf is a file descriptor that the importer, such as the usrbio agent, registers
-with its NICs without mapping it.
+There are three methods. CUDA IPC shares a whole allocation, and the handle has the offset of the shared part. VMM (the
+virtual memory management of CUDA) shares chunks as file descriptors. A dma-buf is a file descriptor that the importer,
+such as the usrbio agent, registers with its NICs without mapping it.
 
 :mod:`gdrkit.registration.handle` defines the format of a handle, :mod:`gdrkit.registration.handle_message` sends a
 handle through a socket, and :mod:`gdrkit.registration.exports` lists which method works for which kind of memory.
 
-Without a CUDA driver, every function of this module that needs CUDA raises ``Unsupported`` with ENOTSUP. It never
-returns an invalid handle.
+Without a CUDA driver, every function of this module that needs CUDA raises ``Unsupported`` with ENOTSUP. No
+function returns an invalid handle.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ def device_at(index: int) -> cuda.Device:
     UsageError
         NO_DEVICE: there is no device with this number.
     """
-    count = _count_devices("device_at")
-    if not 0 <= index < count:
-        message = f"the CUDA device number must be from 0 to {count - 1}, not {index}"
+    device_count = _count_devices("device_at")
+    if not 0 <= index < device_count:
+        message = f"the CUDA device number must be from 0 to {device_count - 1}, not {index}"
         raise UsageError(message, reason=Reason.NO_DEVICE)
     return cuda.Device(index)
 
@@ -206,7 +206,7 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
     try:
         allocation = _OPENERS[handle.kind](device, handle, handle_message.descriptors)
     except ApiError as error:
-        # If the owner has ended after the check above, the error says so instead.
+        # If the owner has ended since the check above, report this instead of the error of the driver.
         if is_running(handle.owner) is False:
             raise _make_owner_gone_error(handle) from error
         raise
@@ -225,8 +225,8 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
 def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
     """Return the dma-buf of another process, for the NICs of this process. This needs no CUDA.
 
-    The address of the range is a device address of the owner. NICs and peers use it to name the bytes. It is not a
-    valid pointer in this process.
+    The address of the range is a device address of the owner. Requests through the NICs use this address. It
+    is not a valid pointer in this process.
 
     Parameters
     ----------
@@ -265,7 +265,7 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
 def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
     allocation_bytes, offset_in_allocation_bytes = _locate_in_allocation(memory, offset_bytes)
     try:
-        ipc = cuda.export_handle(memory)
+        ipc_handle = cuda.export_handle(memory)
     except ApiError as error:
         explained_error = explain_export_error(error, memory.kind)
         if explained_error is error:
@@ -278,7 +278,7 @@ def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
         length_bytes=length_bytes,
         device_uuid=_read_uuid(memory.device),
         owner=this_process(),
-        ipc=ipc,
+        ipc=ipc_handle,
     )
     return HandleMessage(handle.pack())
 
@@ -290,13 +290,13 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
             f"{memory.kind.value} memory that VmmMemory did not allocate has no chunk to share",
             sharing_advice(memory.kind),
         )
-    first_chunk = offset_bytes // memory.chunk_bytes
-    chunk_count = (offset_bytes + length_bytes - 1) // memory.chunk_bytes - first_chunk + 1
+    first_chunk_index = offset_bytes // memory.chunk_bytes
+    chunk_count = (offset_bytes + length_bytes - 1) // memory.chunk_bytes - first_chunk_index + 1
     # The handle is created before any descriptor is open, because it raises for a part that cannot be sent.
     handle = ShareHandle(
         kind=ShareKind.VMM,
         allocation_bytes=memory.chunk_bytes * chunk_count,
-        offset_bytes=offset_bytes - first_chunk * memory.chunk_bytes,
+        offset_bytes=offset_bytes - first_chunk_index * memory.chunk_bytes,
         length_bytes=length_bytes,
         chunk_bytes=memory.chunk_bytes,
         descriptor_count=chunk_count,
@@ -305,8 +305,8 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
     )
     descriptors: list[int] = []
     try:
-        for index in range(first_chunk, first_chunk + chunk_count):
-            descriptors.append(memory.export_shareable(index))  # noqa: PERF401 - an error closes the earlier ones.
+        for chunk_index in range(first_chunk_index, first_chunk_index + chunk_count):
+            descriptors.append(memory.export_shareable(chunk_index))  # noqa: PERF401 - an error closes the earlier ones.
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -22,7 +22,7 @@ class CacheStatistics:
         Entries that were removed because of the limits.
     invalidations : int
         Entries that were removed because they were invalidated, because their memory was freed, or because a lookup
-        found another buffer id.
+        found that the address belongs to a newer allocation (CUDA reports another buffer id).
     regions : int
         Entries that a lookup can find.
     registered_bytes : int

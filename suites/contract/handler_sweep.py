@@ -1,7 +1,8 @@
 """A program that runs a signal handler at every point of a call that takes a lock, for test_signal_handlers.py.
 
 ``python -m contract.handler_sweep SCENARIO FOLDER`` prints ``POINTS points`` if the call and the handler have ended at
-every point, and nothing was left open. FOLDER has the file ``model.safetensors`` with the tensor ``a``.
+every point, and no object was left open. A point is an instruction of gdrkit after which CPython may run the handler.
+FOLDER has the file ``model.safetensors`` with the tensor ``a``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from support.interrupts import Interrupter
 
 import gdrkit
 from gdrkit import cuda, cufile, handles, safetensors, verbs
-from gdrkit.errors import GdrkitError, Reason
+from gdrkit.errors import ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.host import HostAllocator, HostMemory
-from gdrkit.registration import BufferPool, MemoryPool
+from gdrkit.registration import BufferPool, MemoryPool, ReachTable, RegionCache
 from gdrkit.units import GPU_RDMA_PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from gdrkit.buffers import Allocator, DeviceBuffer
 
 __all__ = ["SCENARIOS", "main"]
 
@@ -36,11 +39,12 @@ _ALLOWED_REASONS = frozenset({Reason.CLOSED, Reason.BUSY, Reason.CANCELLED})
 
 
 class _InterruptedCall(NamedTuple):
-    """A call, the handler that interrupts it, and a check after both."""
+    """A call, the handler that interrupts it in a folder or file of gdrkit, and a check that runs after both."""
 
     call: Callable[[], object]
     handler: Callable[[], object]
     check: Callable[[], object] = lambda: None
+    source_path: str = ""
 
 
 @contextlib.contextmanager
@@ -105,6 +109,7 @@ def _wait_for_load(folder: Path, handler: Callable[[safetensors.ModelLoad], obje
         results: list[safetensors.LoadedTensors] = []
 
         def check() -> None:
+            # `results` is empty if the call failed because the handler had closed the load.
             if results:
                 assert load.result() is results[0]
                 assert list(results[0]) == ["a"]
@@ -154,6 +159,102 @@ def _allocate_from_buffer_pool(_folder: Path) -> Iterator[_InterruptedCall]:
         assert pool.statistics().free == 2
 
 
+class _CacheCalls:
+    """The calls of a cache of registrations that interrupt each other, by their names."""
+
+    def __init__(self, cache: RegionCache, memory: DeviceBuffer, other_memories: list[DeviceBuffer]) -> None:
+        self.cache = cache
+        self.memory = memory
+        self.other_memories = other_memories
+        # Lookups no longer find the entry of this lease.
+        self.unlinked_lease = cache.lease(memory)
+        cache.invalidate(memory.address, length_bytes=1)
+
+    def lease(self) -> None:
+        with self.cache.lease(self.memory) as lease:
+            assert lease.remote(self.cache.nics[0]).address == self.memory.address
+
+    def lease_others(self) -> None:
+        """Lease the other memories. The last lease evicts the first entry of the cache."""
+        for memory in self.other_memories:
+            self.cache.lease(memory).close()
+
+    def end_lease(self) -> None:
+        self.unlinked_lease.close()
+
+    def invalidate(self) -> None:
+        self.cache.invalidate(self.memory.address, length_bytes=1)
+
+    def close_memory(self) -> None:
+        try:
+            self.memory.close()
+        except UsageError:
+            assert not self.memory.closed  # A NIC may still access it.
+            raise
+
+    def close_cache(self) -> None:
+        self.cache.close(timeout_ms=10)
+
+    def statistics(self) -> None:
+        assert self.cache.statistics().regions <= self.cache.regions_max
+
+    def interrupt(self) -> None:
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Require that each call is possible after the handler, and that nothing stays registered."""
+        if self.memory.closed:
+            # The memory was not freed while it was registered.
+            assert self.cache.invalidate(self.memory.address, length_bytes=1) == 0
+        self.end_lease()
+        with contextlib.suppress(ClosedResource):  # The cache or the memory may be closed.
+            self.lease_others()
+            self.lease()
+        self.memory.close()
+        self.cache.close()
+        for memory in self.other_memories:
+            memory.close()
+        assert self.cache.statistics().registered_bytes == 0
+        assert "verbs.region" not in handles.live()
+
+
+@contextlib.contextmanager
+def _use_region_cache(
+    call_name: str, handler_name: str, *, is_registered: bool = True, source_path: str = "registration"
+) -> Iterator[_InterruptedCall]:
+    """Interrupt a method of _CacheCalls. `is_registered` is whether the memory is registered before."""
+    (opened_nic,) = verbs.open_active_nics(count_max=1)
+    with cuda.Device(0) as device, opened_nic as nic, RegionCache([nic], regions_max=2) as cache:
+        # CUDA memory does not support a close in a handler that interrupts its own cuMemFree.
+        allocator: Allocator = HostAllocator() if call_name == handler_name == "close_memory" else device
+        memory, *other_memories = (allocator.allocate(_LENGTH_BYTES) for _ in range(3))
+        calls = _CacheCalls(cache, memory, other_memories)
+        if handler_name != "end_lease":
+            calls.end_lease()
+        if is_registered:
+            calls.lease()
+        yield _InterruptedCall(getattr(calls, call_name), getattr(calls, handler_name), calls.check, source_path)
+
+
+@contextlib.contextmanager
+def _measure_reach(_folder: Path, *, handler_forgets: bool = False) -> Iterator[_InterruptedCall]:
+    (opened_nic,) = verbs.open_active_nics(count_max=1)
+    with cuda.Device(0) as device, opened_nic as nic:
+        table = ReachTable()
+        table.forget(device.uuid, [nic])  # The file has the result of the sweep before.
+
+        def measure() -> None:
+            (reach,) = table.measured(device, [nic])
+            assert reach.moved
+
+        def forget() -> None:
+            table.forget(device.uuid, [nic])
+
+        handler = forget if handler_forgets else measure
+        # A measurement has thousands of points outside this file.
+        yield _InterruptedCall(measure, handler, measure, source_path="registration/reach_table.py")
+
+
 SCENARIOS: dict[str, Callable[[Path], contextlib.AbstractContextManager[_InterruptedCall]]] = {
     "retain": _retain_context,
     "lease": _lease_buffer,
@@ -164,19 +265,45 @@ SCENARIOS: dict[str, Callable[[Path], contextlib.AbstractContextManager[_Interru
     "result_and_close": lambda folder: _wait_for_load(folder, lambda load: load.close()),
     "get_tensors": _get_tensors,
     "host_memory": _allocate_host_memory,
+    "region_lease": lambda _folder: _use_region_cache("lease", "lease", is_registered=False),
+    "region_lease_statistics": lambda _folder: _use_region_cache("lease", "statistics", is_registered=False),
+    "region_lease_others": lambda _folder: _use_region_cache("lease", "lease_others", is_registered=False),
+    "region_lease_end": lambda _folder: _use_region_cache("lease", "end_lease", is_registered=False),
+    "region_lease_close_memory": lambda _folder: _use_region_cache("lease", "close_memory", is_registered=False),
+    "region_hit": lambda _folder: _use_region_cache("lease", "lease"),
+    "region_hit_invalidate": lambda _folder: _use_region_cache("lease", "invalidate"),
+    "region_evict": lambda _folder: _use_region_cache("lease_others", "lease"),
+    "region_close_memory": lambda _folder: _use_region_cache("close_memory", "close_memory"),
+    "region_close_memory_lease": lambda _folder: _use_region_cache("close_memory", "lease"),
+    "region_close": lambda _folder: _use_region_cache("close_cache", "close_cache"),
+    "region_close_end": lambda _folder: _use_region_cache("close_cache", "end_lease"),
+    # An interrupt between the end of lease() and the `with` block would leave the lease open. So there is none in
+    # cache.py and lease.py.
+    "region_lease_interrupt": lambda _folder: _use_region_cache(
+        "lease", "interrupt", is_registered=False, source_path="registration/_"
+    ),
+    "region_evict_interrupt": lambda _folder: _use_region_cache(
+        "lease_others", "interrupt", source_path="registration/_"
+    ),
+    "region_invalidate_interrupt": lambda _folder: _use_region_cache("invalidate", "interrupt"),
+    "region_close_memory_interrupt": lambda _folder: _use_region_cache("close_memory", "interrupt"),
+    "region_close_interrupt": lambda _folder: _use_region_cache("close_cache", "interrupt"),
+    "reach": _measure_reach,
+    "reach_forget": lambda folder: _measure_reach(folder, handler_forgets=True),
     "memory_pool": _allocate_from_memory_pool,
     "buffer_pool": _allocate_from_buffer_pool,
 }
 
 
 def _raise_unexpected(errors: list[GdrkitError]) -> None:
+    """Raise the first error whose reason is not allowed."""
     for error in errors:
         if error.reason not in _ALLOWED_REASONS:
             raise error
 
 
 def _run_handler_at(interrupted_call: _InterruptedCall, point: int) -> str:
-    """Run the handler at a point of the call. Return the source line, or "" if the call has fewer points."""
+    """Run the handler at a point of the call. Return its source line, or "" if the call has fewer points."""
     errors: list[GdrkitError] = []
 
     def handle() -> None:
@@ -185,7 +312,8 @@ def _run_handler_at(interrupted_call: _InterruptedCall, point: int) -> str:
         except GdrkitError as handler_error:
             errors.append(handler_error)
 
-    interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), handler=handle)
+    source_path = Path(gdrkit.__file__).parent / interrupted_call.source_path
+    interrupter = Interrupter(point, str(source_path), handler=handle)
     try:
         interrupter.call(interrupted_call.call)
     except GdrkitError as call_error:

@@ -9,12 +9,14 @@ import itertools
 from typing import TYPE_CHECKING
 
 import pytest
+from contract.handler_sweep import SCENARIOS
 from models.model_files import write_model
 from support.interrupts import Interrupter
 from support.python_child import run_python, run_sweep
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, cufile, needs, software, verbs
+from gdrkit.host import STATE_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -107,6 +109,21 @@ def test_fork_while_a_context_is_retained(tmp_path: Path) -> None:
 @needs(cuda.device(), cufile.driver, software(Api.CUFILE))
 @pytest.mark.parametrize("scenario", ["lease", "lease_and_close", "close_memory", "use_stream"])
 def test_handler_while_memory_is_registered_with_cufile(tmp_path: Path, scenario: str) -> None:
+    sweep_handler(scenario, tmp_path)
+
+
+@needs(cuda.device(), verbs.nic(), software(Api.VERBS), software(Api.CUDA))
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name.startswith("region_")])
+def test_handler_while_a_region_cache_is_used(tmp_path: Path, scenario: str) -> None:
+    sweep_handler(scenario, tmp_path)
+
+
+@needs(cuda.device(), verbs.nic(), software(Api.VERBS), software(Api.CUDA))
+@pytest.mark.parametrize("scenario", ["reach", "reach_forget"])
+def test_handler_while_the_reach_of_a_nic_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str
+) -> None:
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "state"))
     sweep_handler(scenario, tmp_path)
 
 

@@ -1,7 +1,8 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
 """Defects that can be put back into memory registration, the region cache and `GdrManager`, one function each.
 
-``meta.defects.run`` calls each function with the imported module of gdrkit.
+The hook site/sitecustomize.py calls each function with the imported module of gdrkit. docs/findings.md shows the
+docstrings of the functions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = [
 
 
 def return_no_cache(manager: Any) -> None:
-    """`GdrManager.cache` returns None if there is no cache"""
+    """`GdrManager.cache` returns None instead of an error if there is no cache"""
     original_function = manager.GdrManager.cache
     manager.GdrManager.cache = lambda self, gpu_index: (
         original_function(self, gpu_index) if self.state.available else None
@@ -61,7 +62,7 @@ def register_null_pointer(policy: Any) -> None:
     from gdrkit.verbs import _pyverbs
     from gdrkit.verbs.region import Region
 
-    def _by_address(registration: Any, nics: Any, access: Any) -> None:
+    def _register_by_address(registration: Any, nics: Any, access: Any) -> None:
         memory = registration.memory
         for nic in nics:
             region = _pyverbs.register_address(
@@ -71,17 +72,17 @@ def register_null_pointer(policy: Any) -> None:
                 nic, Region(nic, region, length_bytes=memory.length_bytes, memory=None, buffer_export=None)
             )
 
-    policy._REGISTER_BY_ROUTE[policy.RegistrationRoute.PEER_MEMORY] = _by_address
+    policy._REGISTER_BY_ROUTE[policy.RegistrationRoute.PEER_MEMORY] = _register_by_address
 
 
 def accept_one_nic(policy: Any) -> None:
     """a registration with one NIC counts as success"""
     from gdrkit.errors import ApiError, Unsupported
 
-    def _by_dmabuf(registration: Any, nics: Any, access: Any) -> None:
-        refusals = [nic.dmabuf_error() for nic in nics]
-        if all(refusals):
-            raise refusals[0]
+    def _register_by_dmabuf(registration: Any, nics: Any, access: Any) -> None:
+        dmabuf_errors = [nic.dmabuf_error() for nic in nics]
+        if all(dmabuf_errors):
+            raise dmabuf_errors[0]
         dmabuf = registration.memory.export_dmabuf()
         registration._add_dmabuf(dmabuf)
         for nic in nics:
@@ -93,7 +94,7 @@ def accept_one_nic(policy: Any) -> None:
                 if not registration.nics:
                     raise
 
-    policy._REGISTER_BY_ROUTE[policy.RegistrationRoute.DMABUF] = _by_dmabuf
+    policy._REGISTER_BY_ROUTE[policy.RegistrationRoute.DMABUF] = _register_by_dmabuf
 
 
 def free_before_deregistration(memory: Any) -> None:
@@ -129,7 +130,7 @@ def deregister_leased(cache: Any) -> None:
     def invalidate(self: Any, address: int, *, length_bytes: int) -> int:
         with self._lock:
             entries = self._index.find_overlapping(address, address + length_bytes)
-            count, _victims = self._unlink_range(address, address + length_bytes)
+            count = self._unlink_range(address, address + length_bytes)
         for entry in entries:
             entry.registration.close()
         return int(count)
@@ -146,7 +147,7 @@ def never_deregister(cache: Any) -> None:
             original_function(self, entry)
             return
         with self._lock:
-            self._pending_deregistrations.pending.discard(entry)
+            self._pending_deregistrations.entries.discard(entry)
 
     cache.RegionCache._finish_release = _finish_release
 
@@ -166,20 +167,18 @@ def evict_most_recent(entries: Any) -> None:
 def evict_leased(cache: Any) -> None:
     """the cache evicts regions that are in use"""
 
-    def _evict(self: Any) -> Any:
-        victims = []
+    def _evict(self: Any) -> None:
         while self._index.is_over_limit:
-            entry = next(iter(self._index.by_last_use))
-            victims += self._unlink(entry)
+            self._unlink(next(iter(self._index.by_last_use)))
             self._evictions += 1
         self._is_over_limit = False
-        return victims
 
     cache.RegionCache._evict = _evict
 
 
 def identify_by_address(pointer: Any) -> None:
     """a lookup identifies memory by its address and does not query the buffer id"""
+    # The key has one buffer id for each chunk of VMM memory, and only one for an ordinary allocation.
     original_function = pointer.make_existence_check
     pointer.make_existence_check = lambda key: (lambda: True) if len(key) == 1 else original_function(key)
 
