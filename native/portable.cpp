@@ -1,4 +1,5 @@
-// The function that portable.cmake calls instead of std::condition_variable::wait of the C++ library. It does the same.
+// A replacement of std::condition_variable::wait. Since GCC 12, this function has another symbol version, which the C++
+// library of GCC 11 does not have. portable.cmake makes the linker use the replacement.
 #include <pthread.h>
 
 #include <condition_variable>

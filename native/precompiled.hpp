@@ -1,5 +1,5 @@
-// The standard headers that most files of the native code include. precompiled.cmake says how it is used; no file
-// includes it by name.
+// The standard headers that most files of the native code include. precompiled.cmake makes them the precompiled header
+// of the C++ targets. No file includes this header by name.
 #pragma once
 
 #include <algorithm>

@@ -42,11 +42,11 @@ static_assert(sizeof(Uuid) == 16 && alignof(Uuid) == 1);
 enum DeviceAttribute : int {
     device_compute_mode = 20,
     device_unified_addressing = 41,
-    device_flush_writes_options = 117, // Bit 0: cuFlushGPUDirectRDMAWrites works.
-    device_writes_ordering = 118,      // At 100 and above, the GPU sees the writes of a NIC in order without a flush.
+    device_flush_writes_options = 117, // Bit 0 (..._OPTION_HOST): cuFlushGPUDirectRDMAWrites works.
+    device_writes_ordering = 118,      // From writes_ordering_owner on, the GPU needs no flush to see NIC writes.
 };
-inline constexpr int compute_mode_prohibited = 2;
-inline constexpr int writes_ordering_owner = 100;
+inline constexpr int compute_mode_prohibited = 2; // CU_COMPUTEMODE_PROHIBITED
+inline constexpr int writes_ordering_owner = 100; // CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
 
 enum PointerAttribute : int {
     pointer_context = 1,
@@ -58,18 +58,19 @@ enum PointerAttribute : int {
 };
 enum MemoryType : std::uint32_t { memory_host = 1, memory_device = 2 };
 
-inline constexpr int range_handle_dmabuf = 1;
-inline constexpr unsigned ipc_lazy_enable_peer_access = 1;
-inline constexpr unsigned context_sync_memops = 0x80;
-inline constexpr int flush_current_context = 0;
-inline constexpr int flush_to_owner = 100;
-inline constexpr unsigned stream_non_blocking = 1;
-inline constexpr unsigned event_blocking_sync = 1;
-inline constexpr unsigned event_disable_timing = 2;
-inline constexpr unsigned host_register_portable = 1;
+inline constexpr int range_handle_dmabuf = 1;              // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+inline constexpr unsigned ipc_lazy_enable_peer_access = 1; // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+inline constexpr unsigned context_sync_memops = 0x80;      // CU_CTX_SYNC_MEMOPS
+inline constexpr int flush_current_context = 0;            // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+inline constexpr int flush_to_owner = 100;                 // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+inline constexpr unsigned stream_non_blocking = 1;         // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned event_blocking_sync = 1;         // CU_EVENT_BLOCKING_SYNC
+inline constexpr unsigned event_disable_timing = 2;        // CU_EVENT_DISABLE_TIMING
+inline constexpr unsigned host_register_portable = 1;      // CU_MEMHOSTREGISTER_PORTABLE
 
 // The columns are: member of Driver, name and CUDA version for cuGetProcAddress, exported symbol, whether the function
-// is required, and its signature. A name may have several signatures, and the version selects the one that is declared.
+// is required, and its signature. If the signature of a name changed between CUDA versions, the version selects the
+// signature in the table.
 #define GDRKIT_CUDA_FUNCTIONS(X)                                                                                       \
     X(init, "cuInit", 2000, "cuInit", true, Result (*)(unsigned))                                                      \
     X(device_count, "cuDeviceGetCount", 2000, "cuDeviceGetCount", true, Result (*)(int*))                              \
@@ -154,14 +155,16 @@ inline void* find_function(void* library, GetProcAddress get_proc_address, const
         return dlsym(library, symbol);
     }
     void* function = nullptr;
-    return get_proc_address(name, &function, version, 0, nullptr) == success ? function : nullptr;
+    constexpr std::uint64_t default_flags = 0; // CU_GET_PROC_ADDRESS_DEFAULT
+    return get_proc_address(name, &function, version, default_flags, nullptr) == success ? function : nullptr;
 }
 
 } // namespace detail
 
 // Loads the driver and calls cuInit. Returns nothing on success.
 inline std::optional<LoadFailure> load(Driver& driver) {
-    // The library is never closed: the driver has its own threads, and its memory outlives all objects here.
+    // The library is never closed, because threads of the driver run its code, and device memory may be in use until
+    // the process ends.
     void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
         return LoadFailure{LoadFailure::Step::open_library, dlerror(), "", success};

@@ -14,6 +14,7 @@ public:
     Descriptor(const Descriptor&) = delete;
     Descriptor& operator=(const Descriptor&) = delete;
     Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    // `other` gets the previous descriptor of this object, and closes it.
     Descriptor& operator=(Descriptor&& other) noexcept {
         std::swap(fd_, other.fd_);
         return *this;
@@ -27,7 +28,7 @@ public:
             close(std::exchange(fd_, -1));
         }
     }
-    // Returns the number of the descriptor, which the caller owns from then on.
+    // Returns the number of the descriptor. The caller owns the descriptor from then on.
     [[nodiscard]] int release() noexcept { return std::exchange(fd_, -1); }
     explicit operator bool() const noexcept { return fd_ >= 0; }
 

@@ -8,16 +8,16 @@ namespace gdrkit {
 
 class ErrnoText {
 public:
-    explicit ErrnoText(int number) noexcept {
+    explicit ErrnoText(int errno_value) noexcept {
         char buffer[96];
-        const char* description = strerror_r(number, buffer, sizeof buffer);
+        const char* description = strerror_r(errno_value, buffer, sizeof buffer);
 #if __GLIBC_PREREQ(2, 32)
-        if (const char* name = strerrorname_np(number); name != nullptr) {
+        if (const char* name = strerrorname_np(errno_value); name != nullptr) {
             std::snprintf(text_, sizeof text_, "%s (%s)", description, name);
             return;
         }
 #endif
-        std::snprintf(text_, sizeof text_, "%s (errno %d)", description, number);
+        std::snprintf(text_, sizeof text_, "%s (errno %d)", description, errno_value);
     }
 
     const char* c_str() const noexcept {

@@ -1,6 +1,6 @@
-// Functions that sleep until another thread changes a 32-bit word (futex(2)). They replace std::condition_variable,
-// whose destructor waits for all waiters: in a forked child, it would wait for ever for a thread that only the parent
-// has.
+// Functions for a thread that sleeps until another thread changes a 32-bit word and wakes it (futex(2)). They replace
+// std::condition_variable, whose destructor waits for all waiters: in a forked child, it would wait for ever for a
+// thread that only the parent has.
 #pragma once
 
 #include <linux/futex.h>
@@ -16,19 +16,20 @@
 
 namespace gdrkit {
 
-// A timeout that never expires, for the functions below: a hundred years.
+// A timeout of a hundred years, for calls that should wait without limit.
 inline constexpr std::chrono::nanoseconds no_limit = std::chrono::hours(24 * 36500);
 
-// Sleeps while the word has this value, at most `timeout`. May return earlier.
-inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t value,
+// If the word has the value `expected`, sleeps until futex_wake_all(), at most `timeout`. May return earlier.
+inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected,
                        std::chrono::nanoseconds timeout) noexcept {
     static_assert(sizeof word == sizeof(std::uint32_t) && std::atomic<std::uint32_t>::is_always_lock_free);
     const auto seconds = std::chrono::floor<std::chrono::seconds>(timeout);
     const timespec time{.tv_sec = static_cast<time_t>(seconds.count()),
                         .tv_nsec = static_cast<long>((timeout - seconds).count())};
-    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, &time, nullptr, 0);
+    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT_PRIVATE, expected, &time, nullptr, 0);
 }
 
+// Wakes all threads that sleep in futex_wait() for this word.
 inline void futex_wake_all(std::atomic<std::uint32_t>& word) noexcept {
     syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }

@@ -10,9 +10,9 @@ namespace gdrkit {
 
 // Calls a function that may take the GIL.
 //
-// A thread that takes the GIL while the interpreter ends must end: Python before 3.14 calls pthread_exit(3). That
+// If a thread takes the GIL while the interpreter ends, Python before 3.14 ends the thread with pthread_exit(3). This
 // unwinds the stack, and C++ aborts the process at the first function that is noexcept, such as a destructor, or that
-// catches all exceptions. Here the thread sleeps until the process has ended, as with Python 3.14.
+// catches all exceptions. Therefore this function makes the thread sleep until the process ends, as Python 3.14 does.
 template <typename Function> auto sleep_if_interpreter_ends(const Function& function) {
     try {
         return function();
@@ -23,7 +23,8 @@ template <typename Function> auto sleep_if_interpreter_ends(const Function& func
     }
 }
 
-// Calls a function of Python without arguments. Returns a new reference to its result, or null if it raised.
+// Calls a function of Python without arguments. Returns a new reference to its result, or null if the function raised
+// an exception.
 inline PyObject* call_python(PyObject* function) {
     return sleep_if_interpreter_ends([&] { return PyObject_CallNoArgs(function); });
 }
@@ -40,8 +41,8 @@ public:
         is_released = false;
     }
 
-    // Returns whether this thread has the GIL. A thread that Python does not know never has it, and a thread inside a
-    // block of this class has released it.
+    // Returns whether this thread has the GIL. A thread that Python does not know never has the GIL, and a thread with
+    // an object of this class has released it.
     static bool has_gil() noexcept {
         return Py_IsInitialized() != 0 && PyGILState_GetThisThreadState() != nullptr && !is_released;
     }

@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4), not optimized for speed. The product uses it for the checksum of share handles, and the
-// software twins use it to prove that they have the same secret.
+// SHA-256 (FIPS 180-4), not optimized for speed. gdrkit uses it for the checksum of share handles, and the software
+// twins use it to prove to each other that they have the same secret.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ public:
         }
     }
 
-    // Returns the digest of all added bytes. No more bytes may be added.
+    // Returns the digest of all added bytes. The object must not be used afterwards.
     [[nodiscard]] Digest finish() noexcept {
         // The padding: a one bit, zeros, and the length in bits.
         const std::uint64_t length_bits = length_bytes_ * 8;
@@ -61,11 +61,12 @@ private:
     }
 
     void add_block() noexcept {
+        // The message schedule: the 16 words of the block, and 48 words that are computed from them.
         std::array<std::uint32_t, 64> words{};
         for (std::size_t index = 0; index < 16; ++index) {
-            const std::uint8_t* const word = &block_[index * 4]; // big-endian
-            words[index] =
-                std::uint32_t{word[0]} << 24 | std::uint32_t{word[1]} << 16 | std::uint32_t{word[2]} << 8 | word[3];
+            const std::uint8_t* const word_bytes = &block_[index * 4]; // In big-endian byte order.
+            words[index] = std::uint32_t{word_bytes[0]} << 24 | std::uint32_t{word_bytes[1]} << 16 |
+                           std::uint32_t{word_bytes[2]} << 8 | word_bytes[3];
         }
         for (std::size_t index = 16; index < 64; ++index) {
             const std::uint32_t word_15 = words[index - 15], word_2 = words[index - 2];
@@ -83,13 +84,14 @@ private:
             const std::uint32_t t2 = (std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22)) + majority;
             h = g, g = f, f = e, e = d + t1, d = c, c = b, b = a, a = t1 + t2;
         }
-        const std::array<std::uint32_t, 8> sums = {a, b, c, d, e, f, g, h};
-        for (std::size_t index = 0; index < sums.size(); ++index) {
-            state_[index] += sums[index];
+        const std::array<std::uint32_t, 8> working_variables = {a, b, c, d, e, f, g, h};
+        for (std::size_t index = 0; index < working_variables.size(); ++index) {
+            state_[index] += working_variables[index];
         }
     }
 
-    // The first 32 bits of the fractional parts of the square roots of the first 8 primes.
+    // The hash value. It begins with the first 32 bits of the fractional parts of the square roots of the first 8
+    // primes.
     std::array<std::uint32_t, 8> state_ = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                            0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
     std::array<std::uint8_t, block_bytes> block_{};

@@ -1,4 +1,4 @@
-// A pause for spin loops. A thread calls it between two checks of the memory whose change it waits for.
+// A pause for spin loops. A thread that waits for a change in memory calls it between two checks of the memory.
 #pragma once
 
 namespace gdrkit {

@@ -1,4 +1,4 @@
-// How much of a file range is in the page cache (its residency), queried with cachestat(2) or mincore(2).
+// Queries how much of a file range is in the page cache (its residency), with cachestat(2) or mincore(2).
 #include "engine/cache_state.hpp"
 
 #include <sys/mman.h>
@@ -13,7 +13,7 @@
 namespace gdrkit::engine {
 namespace {
 
-// Linux 6.5 defines this number and these structures in its headers. The copies are for builds with older headers.
+// The headers of Linux 6.5 define this number and these structures. These copies are for builds with older headers.
 constexpr long cachestat_syscall = 451;
 struct CachestatRange {
     std::uint64_t offset;
@@ -32,11 +32,15 @@ static_assert(SYS_cachestat == cachestat_syscall);
 #endif
 
 const std::uint64_t page_bytes = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+// Whether the kernel has cachestat(2). The first ENOSYS clears the flag.
 std::atomic<bool> has_cachestat{true};
 
-Residency make_residency(std::uint64_t cached, std::uint64_t pages) {
-    const CacheState state = cached >= pages ? CacheState::all : cached == 0 ? CacheState::none : CacheState::some;
-    return {.state = state, .cached_pages = std::min(cached, pages), .pages = pages};
+Residency make_residency(std::uint64_t cached_pages_count, std::uint64_t pages_count) {
+    const CacheState state = cached_pages_count >= pages_count ? CacheState::all
+                             : cached_pages_count == 0         ? CacheState::none
+                                                               : CacheState::some;
+    return {
+        .state = state, .cached_pages_count = std::min(cached_pages_count, pages_count), .pages_count = pages_count};
 }
 
 std::uint64_t count_pages(std::uint64_t offset, std::uint64_t length) {
@@ -46,20 +50,23 @@ std::uint64_t count_pages(std::uint64_t offset, std::uint64_t length) {
 } // namespace
 
 Residency query_residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t length) {
-    const std::uint64_t pages = count_pages(offset, length);
-    const std::uint64_t begin = offset / page_bytes * page_bytes;
-    void* const mapping = mmap(nullptr, pages * page_bytes, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(begin));
+    const std::uint64_t pages_count = count_pages(offset, length);
+    const std::uint64_t mapping_offset = offset / page_bytes * page_bytes;
+    void* const mapping =
+        mmap(nullptr, pages_count * page_bytes, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(mapping_offset));
     if (mapping == MAP_FAILED) {
-        return make_residency(pages, pages);
+        return make_residency(pages_count, pages_count); // The residency is unknown, so the range counts as cached.
     }
-    std::vector<unsigned char> resident(pages);
-    const bool is_known = mincore(mapping, pages * page_bytes, resident.data()) == 0;
-    munmap(mapping, pages * page_bytes);
+    std::vector<unsigned char> page_states(pages_count);
+    const bool is_known = mincore(mapping, pages_count * page_bytes, page_states.data()) == 0;
+    munmap(mapping, pages_count * page_bytes);
     if (!is_known) {
-        return make_residency(pages, pages);
+        return make_residency(pages_count, pages_count);
     }
-    const auto cached = std::count_if(resident.begin(), resident.end(), [](unsigned char page) { return page & 1; });
-    return make_residency(static_cast<std::uint64_t>(cached), pages);
+    // Bit 0 of the byte of a page is set if the page is in the page cache; see mincore(2).
+    const auto cached_pages_count =
+        std::count_if(page_states.begin(), page_states.end(), [](unsigned char page) { return page & 1; });
+    return make_residency(static_cast<std::uint64_t>(cached_pages_count), pages_count);
 }
 
 Residency query_residency(int fd, std::uint64_t offset, std::uint64_t length) {
@@ -70,7 +77,7 @@ Residency query_residency(int fd, std::uint64_t offset, std::uint64_t length) {
             return make_residency(counts.cached, count_pages(offset, length));
         }
         if (errno != ENOSYS) {
-            return make_residency(1, 1); // The range counts as cached. For example, hugetlbfs has no cachestat.
+            return make_residency(1, 1); // For example, hugetlbfs has no cachestat. The range counts as cached.
         }
         has_cachestat.store(false, std::memory_order_relaxed);
     }

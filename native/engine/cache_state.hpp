@@ -1,4 +1,5 @@
-// How much of a file range is in the page cache (its residency). The copy engine reads uncached ranges with O_DIRECT.
+// The residency of a file range: how much of it is in the page cache. The copy engine reads a range with O_DIRECT if
+// most of it is not cached.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,8 @@ enum class CacheState { all, some, none };
 // The residency of one file range.
 struct Residency {
     CacheState state = CacheState::none;
-    std::uint64_t cached_pages = 0;
-    std::uint64_t pages = 0;
+    std::uint64_t cached_pages_count = 0;
+    std::uint64_t pages_count = 0;
 };
 
 // Returns how much of a range is in the page cache. Uses cachestat(2) (Linux 6.5 and newer), else mincore(2) of a

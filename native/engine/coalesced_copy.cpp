@@ -1,4 +1,4 @@
-// Coalesced copies to a device: how workers claim slices, submit a full copy, and release its buffer.
+// Coalesced copies to a device: workers claim slices, submit a filled copy, and release its buffer.
 #include "engine/coalesced_copy.hpp"
 
 #include <algorithm>
@@ -8,16 +8,16 @@
 namespace gdrkit::engine {
 
 CoalescedCopy::CoalescedCopy(Chunk&& chunk, std::size_t buffer_index, std::byte* memory, std::uint64_t slice_bytes)
-    : chunk_(std::move(chunk)), buffer_index_(buffer_index), memory_(memory), slice_bytes_(slice_bytes),
+    : chunk_(std::move(chunk)), buffer_index_(buffer_index), buffer_(memory), slice_bytes_(slice_bytes),
       results_((chunk_.bytes + slice_bytes - 1) / slice_bytes), unfilled_slices_count_(results_.size()) {}
 
 bool CoalescedCopy::claim(const std::shared_ptr<CoalescedCopy>& copy, Chunk& chunk) {
-    const std::size_t slice = copy->claimed_slices_count_.fetch_add(1, std::memory_order_relaxed);
-    if (slice >= copy->slice_count()) {
+    const std::size_t slice_index = copy->claimed_slices_count_.fetch_add(1, std::memory_order_relaxed);
+    if (slice_index >= copy->slice_count()) {
         return false;
     }
     chunk.copy = copy;
-    chunk.slice = slice;
+    chunk.slice_index = slice_index;
     return true;
 }
 
@@ -73,13 +73,13 @@ std::size_t CoalescedCopies::take_buffer_index() {
 void CoalescedCopies::fill(const Chunk& chunk) {
     CoalescedCopy& copy = *chunk.copy;
     const Part& part = copy.part();
-    const std::uint64_t begin = chunk.slice * copy.slice_bytes_;
-    const std::uint64_t length = std::min(copy.slice_bytes_, part.length - begin);
+    const std::uint64_t slice_begin = chunk.slice_index * copy.slice_bytes_;
+    const std::uint64_t slice_length = std::min(copy.slice_bytes_, part.length - slice_begin);
     Job& job = *copy.chunk_.job;
-    IoResult& result = copy.results_[chunk.slice];
+    IoResult& result = copy.results_[chunk.slice_index];
     try {
-        result = read_buffered(job.file(part), job.extent(part).offset + part.extent_offset + begin, length,
-                               copy.memory_ + begin);
+        result = read_buffered(job.file(part), job.extent(part).offset + part.extent_offset + slice_begin, slice_length,
+                               copy.buffer_ + slice_begin);
     } catch (const Error& error) {
         result.failure = error.failure();
     }
@@ -91,7 +91,7 @@ void CoalescedCopies::fill(const Chunk& chunk) {
 void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
     Part& part = copy->part();
     Job& job = *copy->chunk_.job;
-    std::uint64_t expected_bytes = 0; // The bytes of the part if no slice up to this one is short.
+    std::uint64_t expected_bytes = 0; // Bytes up to the end of the slice if no slice is short.
     for (const IoResult& result : copy->results_) {
         part.done_bytes += result.bytes;
         expected_bytes = std::min(expected_bytes + copy->slice_bytes_, part.length);
@@ -106,7 +106,7 @@ void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
     try {
         stream = &stream_of(job.device());
         if (part.done_bytes != 0) {
-            stream->copy_to_device(job.extent(part).address + part.extent_offset, copy->memory_, part.done_bytes);
+            stream->copy_to_device(job.extent(part).address + part.extent_offset, copy->buffer_, part.done_bytes);
         }
         stream->record_event(copy->buffer_index_);
     } catch (const Error& error) {
@@ -135,12 +135,12 @@ bool CoalescedCopies::complete_oldest(bool is_blocking) {
         if (submitted_copies_.empty()) {
             return false;
         }
-        const CoalescedCopy& oldest = *submitted_copies_.front();
+        const CoalescedCopy& oldest_copy = *submitted_copies_.front();
         if (!is_blocking) {
             try {
-                const CopyStream& stream = *streams_.at(oldest.chunk_.job->device());
+                const CopyStream& stream = *streams_.at(oldest_copy.chunk_.job->device());
                 stream.make_current();
-                if (!stream.is_done(oldest.buffer_index_)) {
+                if (!stream.is_done(oldest_copy.buffer_index_)) {
                     return false;
                 }
             } catch (const Error& error) {
@@ -180,13 +180,14 @@ void CoalescedCopies::finish(CoalescedCopy& copy, const std::optional<Failure>& 
 }
 
 void CoalescedCopies::release(CoalescedCopy& copy) {
-    // Free the buffer before the job completes, because the caller may start the next job as soon as this job is over.
+    // Free the buffer before the job completes, because then the caller may start the next job, which needs a buffer.
     {
         const std::lock_guard lock(mutex_);
         free_buffers_.push_back(copy.buffer_index_);
         buffers_changed_.notify_one();
     }
-    copy.chunk_.job->complete(copy.chunk_, 0);
+    constexpr std::uint64_t direct_bytes = 0; // The slices were read through the page cache.
+    copy.chunk_.job->complete(copy.chunk_, direct_bytes);
 }
 
 } // namespace gdrkit::engine

@@ -25,12 +25,13 @@
 
 namespace gdrkit::engine {
 
-// A chunk that several workers read from the file, one slice each at a time, and that is copied to the device at once.
+// A chunk that several workers read from the file, one slice each at a time, and that one CUDA copy moves to the
+// device.
 class CoalescedCopy {
 public:
-    CoalescedCopy(Chunk&& chunk, std::size_t buffer_index, std::byte* memory, std::uint64_t slice_bytes);
+    CoalescedCopy(Chunk&& chunk, std::size_t buffer_index, std::byte* buffer, std::uint64_t slice_bytes);
 
-    // Claims the next slice that no worker fills yet and stores it in `chunk`. Returns false if there is none.
+    // Claims the next slice that no worker has claimed, and stores it in `chunk`. Returns false if no slice is left.
     static bool claim(const std::shared_ptr<CoalescedCopy>& copy, Chunk& chunk);
     std::size_t slice_count() const noexcept { return results_.size(); }
 
@@ -41,7 +42,7 @@ private:
 
     Chunk chunk_;
     const std::size_t buffer_index_;
-    std::byte* const memory_;
+    std::byte* const buffer_;
     const std::uint64_t slice_bytes_;
     std::vector<IoResult> results_; // One result for each slice. The worker that submits the copy reads them all.
     std::atomic<std::size_t> claimed_slices_count_{0};
@@ -51,15 +52,16 @@ private:
 // The buffers of coalesced copies, and the copies in progress on devices.
 class CoalescedCopies {
 public:
-    // `slab` must have space for all buffers.
+    // `slab` is staging memory with space for all buffers.
     CoalescedCopies(Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning);
 
-    // True while a worker opens a coalesced copy. Meanwhile the other workers open none, and wait for its slices.
+    // True while a worker opens a coalesced copy. Meanwhile the other workers open no copy, and wait for the slices of
+    // this copy.
     std::atomic<bool>& is_copy_opening() noexcept { return is_copy_opening_; }
-    // Turns a chunk into a coalesced copy. Waits for the oldest copy if no buffer is free. Throws Error if the device
-    // cannot be used. The chunk is then unchanged.
+    // Turns a chunk into a coalesced copy. Waits for the oldest copy if no buffer is free. If the device cannot be
+    // used, throws Error and leaves the chunk unchanged.
     std::shared_ptr<CoalescedCopy> open(Chunk& chunk);
-    // Reads one slice from the file. If no unfilled slice is left, submits the copy.
+    // Reads the slice of `chunk` from the file. Submits the copy if this was its last unfilled slice.
     void fill(const Chunk& chunk);
     // Returns whether a copy was submitted to a device and is not completed.
     bool is_any_submitted() const noexcept { return submitted_count_.load(std::memory_order_relaxed) != 0; }
@@ -75,11 +77,14 @@ private:
     // Returns the existing stream of a submitted copy. Calls no CUDA function, so that it also works after a CUDA
     // failure.
     const CopyStream& submitted_stream(int device);
+    // Returns the index of a free buffer. If there is none, completes the oldest copy, or waits for another worker.
     std::size_t take_buffer_index();
+    // Starts the copy of the filled slices to the device.
     void submit(const std::shared_ptr<CoalescedCopy>& copy);
-    // Waits for the copy and reports its result to the job. `query_failure` is set if the query of the copy's event has
-    // failed; the function then does not wait for the event.
+    // Waits for the copy and reports its result to the job. If the query of the copy's event has failed,
+    // `query_failure` is set, and the function does not wait for the event.
     void finish(CoalescedCopy& copy, const std::optional<Failure>& query_failure);
+    // Frees the buffer and tells the job that the chunk is complete.
     void release(CoalescedCopy& copy);
 
     Contexts& contexts_;
@@ -88,11 +93,11 @@ private:
     const Tuning tuning_;
     std::atomic<bool> is_copy_opening_{false};
     std::atomic<std::size_t> submitted_count_{0};
-    std::mutex mutex_;
+    std::mutex mutex_;                        // Protects the members below.
     std::condition_variable buffers_changed_; // A buffer was freed or a copy was submitted.
     std::vector<std::size_t> free_buffers_;
     std::deque<std::shared_ptr<CoalescedCopy>> submitted_copies_; // In the order of their submission.
-    std::map<int, std::unique_ptr<CopyStream>> streams_;
+    std::map<int, std::unique_ptr<CopyStream>> streams_;          // The keys are the devices.
 };
 
 } // namespace gdrkit::engine

@@ -1,4 +1,4 @@
-// The list of entries of a completion queue, and the eventfd that reports them.
+// The list of entries of a completion queue, the eventfd that reports them, and the end of a job.
 #include "engine/completion_queue.hpp"
 
 #include <sys/eventfd.h>
@@ -22,23 +22,23 @@ CompletionQueue::CompletionQueue(bool has_event) {
 }
 
 void CompletionQueue::push(std::unique_ptr<Entry> entry) noexcept {
-    Entry* const added = entry.release();
-    added->next = newest_entry_.load(std::memory_order_relaxed);
+    Entry* const new_entry = entry.release();
+    new_entry->next = newest_entry_.load(std::memory_order_relaxed);
     // `was_empty` is computed before the exchange, because afterwards the reader may free the entry.
-    bool was_empty = added->next == nullptr;
-    while (!newest_entry_.compare_exchange_weak(added->next, added, std::memory_order_release,
+    bool was_empty = new_entry->next == nullptr;
+    while (!newest_entry_.compare_exchange_weak(new_entry->next, new_entry, std::memory_order_release,
                                                 std::memory_order_relaxed)) {
-        was_empty = added->next == nullptr;
+        was_empty = new_entry->next == nullptr;
     }
     // Only the push of the first entry writes to the eventfd, so that a batch of entries costs one system call. The
-    // counter cannot overflow.
+    // counter of the eventfd cannot overflow, because take() resets it.
     if (was_empty && event_) {
         eventfd_write(event_.get(), 1);
     }
 }
 
 std::vector<std::uint64_t> CompletionQueue::take() {
-    // The event is cleared first. An entry that is added afterwards sets it again.
+    // The event is cleared before the entries are taken, so that an entry that is added meanwhile sets it again.
     if (eventfd_t count = 0; event_) {
         eventfd_read(event_.get(), &count);
     }
@@ -66,7 +66,7 @@ bool Completion::wait(std::chrono::nanoseconds timeout) noexcept {
     }
     return wait_for_word(state_, timeout, [&](std::uint32_t state) {
         if (state == running) {
-            // The state is then no longer `running`, so wait_for_word() does not sleep, but calls this function again.
+            // The word is no longer `running`, so wait_for_word() does not sleep now, but calls this function again.
             state_.compare_exchange_strong(state, awaited);
         }
         return state == over;

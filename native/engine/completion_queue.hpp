@@ -1,5 +1,5 @@
-// How the end of a job is reported: threads wait for its Completion, or one reader takes the tokens of ended jobs from
-// a CompletionQueue, in batches.
+// The end of a job is reported in two ways: threads wait for the job's Completion, or one reader takes the tokens of
+// ended jobs from a CompletionQueue, in batches.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,8 @@
 
 namespace gdrkit::engine {
 
-// A queue without a lock, so that a forked child can use the queue of its parent, and a finalizer can add to it.
+// A queue of the tokens of ended jobs. It has no lock, so a forked child can use the queue of its parent, and a
+// finalizer can add a token.
 class CompletionQueue : public std::enable_shared_from_this<CompletionQueue> {
 public:
     struct Entry {
@@ -29,11 +30,12 @@ public:
     // would take a wake-up from the parent.
     ~CompletionQueue() { take_entries(); }
 
-    // Adds a token. The caller allocates the entry beforehand, so that the end of a job cannot fail.
+    // Adds the token of an entry. The caller allocates the entry before the job ends, so that the end of the job cannot
+    // fail.
     void push(std::unique_ptr<Entry> entry) noexcept;
     // Removes all tokens, and returns them in the order of their addition.
     std::vector<std::uint64_t> take();
-    // Returns the eventfd for poll(2), or -1. The queue owns it.
+    // Returns the eventfd for poll(2), or -1 if the queue has none. The queue owns the eventfd.
     int event_fd() const noexcept { return event_.get(); }
 
 private:
@@ -63,7 +65,7 @@ private:
     enum State : std::uint32_t { running, awaited, over };
 
     std::atomic<std::uint32_t> state_{running};
-    std::mutex mutex_; // Protects notifications_. No thread has it during a system call.
+    std::mutex mutex_; // Protects notifications_. No thread blocks in a system call while it holds the mutex.
     std::vector<Notification> notifications_;
 };
 

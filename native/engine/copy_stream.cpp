@@ -45,15 +45,15 @@ CopyStream::CopyStream(cuda::Context context, std::size_t buffers_count, bool po
     : context_(context), polls_device_(polls_device) {
     const cuda::Driver& driver = cuda::driver();
     const unsigned flags = cuda::event_disable_timing | (polls_device ? 0 : cuda::event_blocking_sync);
-    events_.reserve(buffers_count); // This may throw, so it comes before the first resource that must be freed.
+    events_.reserve(buffers_count); // reserve() may throw, so it comes before the first resource that must be freed.
     make_current();
     cuda::check("cuStreamCreate", driver.stream_create(&stream_, cuda::stream_non_blocking));
     for (std::size_t index = 0; index < buffers_count; ++index) {
         cuda::Event event = nullptr;
         const cuda::Result result = driver.event_create(&event, flags);
         if (result != cuda::success) {
-            for (const cuda::Event created : events_) {
-                driver.event_destroy(created);
+            for (const cuda::Event created_event : events_) {
+                driver.event_destroy(created_event);
             }
             driver.stream_destroy(stream_);
             cuda::check("cuEventCreate", result);
@@ -71,8 +71,8 @@ CopyStream::~CopyStream() {
         driver.event_destroy(event);
     }
     driver.stream_destroy(stream_);
-    cuda::Context popped = nullptr;
-    driver.context_pop(&popped);
+    cuda::Context popped_context = nullptr;
+    driver.context_pop(&popped_context);
 }
 
 void CopyStream::copy_to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const {
@@ -105,11 +105,11 @@ bool CopyStream::is_done(std::size_t buffer_index) const {
 
 void CopyStream::wait(std::size_t buffer_index) const {
     std::chrono::microseconds pause = pause_min;
-    for (int queries = 0; polls_device_ || queries < queries_before_sleep; ++queries) {
+    for (int queries_count = 0; polls_device_ || queries_count < queries_before_sleep; ++queries_count) {
         if (is_done(buffer_index)) {
             return;
         }
-        if (queries >= queries_before_sleep) {
+        if (queries_count >= queries_before_sleep) {
             std::this_thread::sleep_for(pause);
             pause = std::min(2 * pause, pause_max);
         }
@@ -119,13 +119,13 @@ void CopyStream::wait(std::size_t buffer_index) const {
 
 void CopyStream::drain() const noexcept {
     const cuda::Driver& driver = cuda::driver();
-    // If the failed call was cuCtxSetCurrent, the thread has no current context or another context. cuStreamSynchronize
-    // would then fail too.
+    // If the failed call was cuCtxSetCurrent, the thread may have no current context or another context, with which
+    // cuStreamSynchronize would fail too. Therefore this function makes the context current itself.
     const bool is_pushed = driver.context_push(context_) == cuda::success;
     driver.stream_synchronize(stream_);
     if (is_pushed) {
-        cuda::Context popped = nullptr;
-        driver.context_pop(&popped);
+        cuda::Context popped_context = nullptr;
+        driver.context_pop(&popped_context);
     }
 }
 

@@ -37,8 +37,8 @@ public:
     CurrentContext(const CurrentContext&) = delete;
     CurrentContext& operator=(const CurrentContext&) = delete;
     ~CurrentContext() {
-        cuda::Context popped = nullptr;
-        cuda::driver().context_pop(&popped);
+        cuda::Context popped_context = nullptr;
+        cuda::driver().context_pop(&popped_context);
     }
 };
 
@@ -55,12 +55,12 @@ public:
     void make_current() const { cuda::check("cuCtxSetCurrent", cuda::driver().context_set(context_)); }
     cuda::Context context() const noexcept { return context_; }
     // copy_to_device() and copy_to_host() queue a copy. After the copies of a staging buffer, record_event() queues the
-    // event of the buffer, for which wait() waits. All of them throw Error.
+    // event of the buffer, for which wait() waits. All three throw Error.
     void copy_to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const;
     void copy_to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const;
     void record_event(std::size_t buffer_index) const;
-    // Returns the end of the device's allocation that contains this address, or the address if the driver does not
-    // know.
+    // Returns the end address of the device allocation that contains `address`, or `address` if the driver does not
+    // know the allocation.
     cuda::DevicePointer find_allocation_end(cuda::DevicePointer address) const;
     // Returns whether the device has reached the event of a buffer. Throws Error if one of the copies failed.
     bool is_done(std::size_t buffer_index) const;
@@ -71,7 +71,7 @@ public:
     // Waits for all queued work. Throws Error.
     void synchronize() const;
     // Waits for all queued work after a failure, before the memory is used again. The thread needs no current context.
-    // The result is ignored, because the failure is already reported.
+    // A failure of this wait is ignored, because the first failure is already reported.
     void drain() const noexcept;
 
 private:

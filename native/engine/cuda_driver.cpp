@@ -31,26 +31,26 @@ const Driver* open_driver() {
 } // namespace
 
 const Driver& driver() {
-    const Driver* driver = loaded_driver.load(std::memory_order_acquire);
-    if (driver == nullptr) {
+    const Driver* known_driver = loaded_driver.load(std::memory_order_acquire);
+    if (known_driver == nullptr) {
         static std::mutex load_mutex;
         const std::lock_guard lock(load_mutex);
-        driver = loaded_driver.load(std::memory_order_acquire);
-        if (driver == nullptr) {
-            driver = open_driver();
-            loaded_driver.store(driver, std::memory_order_release);
+        known_driver = loaded_driver.load(std::memory_order_acquire);
+        if (known_driver == nullptr) {
+            known_driver = open_driver();
+            loaded_driver.store(known_driver, std::memory_order_release);
         }
     }
-    return *driver;
+    return *known_driver;
 }
 
-Failure failure(const char* operation, Result result) {
+Failure make_failure(const char* operation, Result result) {
     return {.api = Api::cuda, .operation = operation, .number = result, .name = result_name(driver(), result)};
 }
 
 void check(const char* operation, Result result) {
     if (result != success) {
-        throw Error(failure(operation, result));
+        throw Error(make_failure(operation, result));
     }
 }
 

@@ -13,7 +13,7 @@ using namespace gdrkit::cuda;
 const Driver& driver();
 
 // Returns the description of a failed driver call, with the name of its result (CUDA_ERROR_..., or "unknown").
-Failure failure(const char* operation, Result result);
+Failure make_failure(const char* operation, Result result);
 
 // Throws Error unless `result` is success.
 void check(const char* operation, Result result);

@@ -15,37 +15,41 @@
 namespace gdrkit::engine {
 namespace {
 
-// Length of the job queue. submit() blocks while the queue is full.
+// Maximum length of the job queue. submit() blocks while the queue is full.
 constexpr std::size_t jobs_max = 256;
 // A sleep of a worker may end this much later than requested. With the default of Linux, 50 us, the short sleeps of
 // CopyStream::wait would take several times as long.
 constexpr unsigned long timer_slack_ns = 1000;
 // A worker without work spins this long before it sleeps. Within this time, a program that starts many short transfers
-// usually starts the next one. submit() then need not wake the worker, which would take 2 to 3 us.
+// usually starts the next one. For a worker that spins, submit() saves the wake-up, which takes 2 to 3 us.
 constexpr std::chrono::microseconds spin_time{50};
 constexpr unsigned spins_per_clock_read = 16;
 
 } // namespace
 
-// The staging memory and the stream of transfer_small(), for one transfer at a time.
+// The staging memory and the stream of transfer_small(), for one transfer at a time. The stream has no events (0
+// buffers), because transfer_small() waits for the whole stream.
 struct SmallTransferBuffer {
-    SmallTransferBuffer(cuda::Context context, int node) : staging(Engine::small_bytes_max, node), stream(context, 0) {
+    SmallTransferBuffer(cuda::Context context, int numa_node)
+        : staging(Engine::small_bytes_max, numa_node), stream(context, 0) {
         staging.pin();
     }
     ~SmallTransferBuffer() {
         cuda::driver().context_push(stream.context());
         stream.drain(); // A copy must not use the staging memory when it is unpinned.
         staging.unpin();
-        cuda::Context popped = nullptr;
-        cuda::driver().context_pop(&popped);
+        cuda::Context popped_context = nullptr;
+        cuda::driver().context_pop(&popped_context);
     }
     Staging staging;
     CopyStream stream;
 };
 
-Engine::Engine(const Tuning& tuning, int node)
-    : tuning_(tuning), node_(node),
-      staging_(tuning.workers_count * slab_bytes_of(tuning) + tuning.coalesced_count * tuning.coalesced_bytes, node),
+// The staging memory has the slabs of the workers, and then the buffers of the coalesced copies.
+Engine::Engine(const Tuning& tuning, int numa_node)
+    : tuning_(tuning), numa_node_(numa_node),
+      staging_(tuning.workers_count * slab_bytes_of(tuning) + tuning.coalesced_count * tuning.coalesced_bytes,
+               numa_node),
       coalesced_copies_(contexts_, staging_, staging_.data() + tuning.workers_count * slab_bytes_of(tuning), tuning) {}
 
 Engine::~Engine() {
@@ -76,7 +80,7 @@ void Engine::start_threads() {
 void Engine::run_worker(std::size_t worker_index) {
     pthread_setname_np(pthread_self(), "gdrkit-engine");
     prctl(PR_SET_TIMERSLACK, timer_slack_ns);
-    if (cpu_set_t cpus; cpus_of_node(node_, cpus)) {
+    if (cpu_set_t cpus; cpus_of_node(numa_node_, cpus)) {
         pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus);
     }
     Worker worker(*this, contexts_, staging_, coalesced_copies_,
@@ -86,7 +90,7 @@ void Engine::run_worker(std::size_t worker_index) {
 
 bool Engine::submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds timeout) {
     std::unique_lock lock(mutex_);
-    const auto is_refused = [&] { return is_closing_ || is_close_running_ != 0; };
+    const auto is_refused = [&] { return is_closing_ || closings_count_ != 0; };
     if (!queue_not_full_.wait_for(lock, timeout, [&] { return jobs_.size() < jobs_max || is_refused(); })) {
         return false;
     }
@@ -113,8 +117,8 @@ bool Engine::submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds ti
 }
 
 // The system call that wakes a worker takes longer than all other steps of the start of a short job. So this function
-// notifies only one worker at a time, and none while a worker spins. If several jobs are queued, each worker that finds
-// work after a wait wakes the next worker.
+// notifies only one worker at a time, and none while a worker spins. If several jobs are queued, each worker that stops
+// waiting wakes the next worker.
 void Engine::wake_for_short_job() {
     if (idle_workers_count_ != 0 && !is_wake_pending_ && !is_spinning_) {
         is_wake_pending_ = true;
@@ -122,31 +126,32 @@ void Engine::wake_for_short_job() {
     }
 }
 
-// Spins until there may be work. Returns false if there is none after `spin_time`, or the worker should sleep at once:
-// only one worker spins at a time, and none after a long job, which needs all workers.
-bool Engine::spin_until_change(std::unique_lock<std::mutex>& lock, std::uint64_t changes_seen) {
+// Spins until there may be work, at most `spin_time`. Returns whether there may be work. Returns false at once if the
+// worker should sleep instead: while another worker spins, and after a long job, which needs all workers.
+bool Engine::spin_until_change(std::unique_lock<std::mutex>& lock, std::uint64_t seen_changes_count) {
     if (is_spinning_ || is_closing_ || !is_last_job_short_ || !may_spin_) {
         return false;
     }
     is_spinning_ = true;
     lock.unlock();
-    const auto end = std::chrono::steady_clock::now() + spin_time;
-    for (unsigned spins = 0; changes_count_.load(std::memory_order_relaxed) == changes_seen; ++spins) {
-        if (spins % spins_per_clock_read == 0 && std::chrono::steady_clock::now() >= end) {
+    const auto spin_end = std::chrono::steady_clock::now() + spin_time;
+    for (unsigned spins_count = 0; changes_count_.load(std::memory_order_relaxed) == seen_changes_count;
+         ++spins_count) {
+        if (spins_count % spins_per_clock_read == 0 && std::chrono::steady_clock::now() >= spin_end) {
             break;
         }
         pause_processor();
     }
     lock.lock();
     is_spinning_ = false;
-    return changes_count_ != changes_seen;
+    return changes_count_ != seen_changes_count;
 }
 
 TakeResult Engine::take_work(Chunk& chunk, bool may_wait) {
     std::unique_lock lock(mutex_);
     for (;;) {
-        const std::uint64_t changes_seen = changes_count_;
-        bool is_busy = false;
+        const std::uint64_t seen_changes_count = changes_count_;
+        bool is_busy = false; // A job has work left that this worker cannot take now.
         for (; !copies_to_fill_.empty(); copies_to_fill_.pop_front()) {
             if (CoalescedCopy::claim(copies_to_fill_.front(), chunk)) {
                 return TakeResult::chunk;
@@ -163,7 +168,7 @@ TakeResult Engine::take_work(Chunk& chunk, bool may_wait) {
             is_busy |= take_result == TakeResult::busy;
             lock.lock();
             if (const auto position = std::find(jobs_.begin(), jobs_.end(), job); position == jobs_.end()) {
-                index = 0; // Another thread has removed the job meanwhile.
+                index = 0; // Another thread has removed the job meanwhile, so the search starts again.
             } else if (take_result == TakeResult::nothing) {
                 jobs_.erase(position);
                 queue_not_full_.notify_one();
@@ -171,7 +176,7 @@ TakeResult Engine::take_work(Chunk& chunk, bool may_wait) {
                 index = static_cast<std::size_t>(position - jobs_.begin()) + 1;
             }
         }
-        if (changes_seen != changes_count_) {
+        if (seen_changes_count != changes_count_) {
             continue;
         }
         if (is_closing_ && !is_busy) {
@@ -180,11 +185,11 @@ TakeResult Engine::take_work(Chunk& chunk, bool may_wait) {
         if (!may_wait) {
             return TakeResult::busy;
         }
-        if (!spin_until_change(lock, changes_seen)) {
+        if (!spin_until_change(lock, seen_changes_count)) {
             if (++idle_workers_count_ == threads_.size()) {
                 idle_changed_.notify_all();
             }
-            work_changed_.wait(lock, [&] { return changes_count_ != changes_seen || (is_closing_ && !is_busy); });
+            work_changed_.wait(lock, [&] { return changes_count_ != seen_changes_count || (is_closing_ && !is_busy); });
             --idle_workers_count_;
             is_wake_pending_ = false;
         }
@@ -245,7 +250,7 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
         const CurrentContext current(context);
         try {
             if (!buffer) {
-                buffer = std::make_unique<SmallTransferBuffer>(context, node_);
+                buffer = std::make_unique<SmallTransferBuffer>(context, numa_node_);
             }
             std::byte* const staging = buffer->staging.data();
             if (direction == Direction::read) {
@@ -307,11 +312,12 @@ void Engine::close() {
         small_buffers_.clear();
     }
     coalesced_copies_.close();
+    // unpin() needs a current context. Without a context, the memory was never pinned.
     if (const cuda::Context context = contexts_.get_any(); context != nullptr) {
         cuda::driver().context_push(context);
         staging_.unpin();
-        cuda::Context popped = nullptr;
-        cuda::driver().context_pop(&popped);
+        cuda::Context popped_context = nullptr;
+        cuda::driver().context_pop(&popped_context);
     }
     const std::lock_guard lock(mutex_);
     is_closed_ = true;
@@ -320,7 +326,7 @@ void Engine::close() {
 
 EngineClosing::EngineClosing(Engine& engine) : engine_(engine) {
     const std::lock_guard lock(engine_.mutex_);
-    ++engine_.is_close_running_;
+    ++engine_.closings_count_;
     engine_.queue_not_full_.notify_all();
 }
 

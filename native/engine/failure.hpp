@@ -8,7 +8,8 @@ namespace gdrkit::engine {
 
 enum class Api { kernel, cuda };
 
-// `number` is an errno or a CUresult. `operation` is the name of a function, in a static string.
+// A failed call of the kernel or of the CUDA driver. `number` is an errno or a CUresult. `operation` is the name of the
+// function that failed, in a static string.
 struct Failure {
     Api api = Api::kernel;
     const char* operation = "";

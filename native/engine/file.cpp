@@ -1,4 +1,4 @@
-// How the copy engine opens and closes a file, finds the alignment for O_DIRECT, and counts the users of the file.
+// Opens and closes the files of the copy engine, finds their alignment for O_DIRECT, and counts their users.
 #include "engine/file.hpp"
 
 #include <fcntl.h>
@@ -38,11 +38,11 @@ int File::buffered_fd() {
     }
     const std::lock_guard lock(open_mutex_);
     if (fd_.load(std::memory_order_relaxed) < 0) {
-        Descriptor opened(open(path_.c_str(), flags_ | O_CLOEXEC, mode_));
-        if (!opened) {
+        Descriptor opened_descriptor(open(path_.c_str(), flags_ | O_CLOEXEC, mode_));
+        if (!opened_descriptor) {
             throw make_kernel_error("open", errno);
         }
-        owned_descriptor_ = std::move(opened);
+        owned_descriptor_ = std::move(opened_descriptor);
         fd_.store(owned_descriptor_.get(), std::memory_order_release);
     }
     return fd_.load(std::memory_order_relaxed);
@@ -58,16 +58,17 @@ int File::direct_fd() {
     const int fd = buffered_fd();
     const std::lock_guard lock(open_mutex_);
     if (direct_fd_.load(std::memory_order_relaxed) < 0) {
+        // This path opens the same file again, even if the file was renamed or removed.
         char path[64];
         std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
         const int access_mode = fcntl(fd, F_GETFL) & O_ACCMODE;
-        Descriptor opened(open(path, access_mode | O_DIRECT | O_CLOEXEC));
-        if (!opened) {
+        Descriptor opened_descriptor(open(path, access_mode | O_DIRECT | O_CLOEXEC));
+        if (!opened_descriptor) {
             set_direct_open_errno(errno);
             return -1;
         }
-        alignment_bytes_.store(direct_alignment_bytes(opened.get()), std::memory_order_relaxed);
-        owned_direct_descriptor_ = std::move(opened);
+        alignment_bytes_.store(direct_alignment_bytes(opened_descriptor.get()), std::memory_order_relaxed);
+        owned_direct_descriptor_ = std::move(opened_descriptor);
         direct_fd_.store(owned_direct_descriptor_.get(), std::memory_order_release);
     }
     return direct_fd_.load(std::memory_order_relaxed);
@@ -84,7 +85,7 @@ std::uint64_t File::size_bytes() {
 Residency File::residency_of(std::uint64_t offset, std::uint64_t length) {
     const std::uint64_t size = size_bytes();
     if (offset >= size) {
-        return {.state = CacheState::all, .cached_pages = 0, .pages = 0}; // There is nothing to read.
+        return {.state = CacheState::all, .cached_pages_count = 0, .pages_count = 0}; // There is nothing to read.
     }
     return query_residency(buffered_fd(), offset, std::min(length, size - offset));
 }
@@ -96,6 +97,7 @@ void File::remove_pending(std::uint64_t bytes) noexcept {
 }
 
 bool File::begin_use() noexcept {
+    // The use is counted before the flag is read, so that a close that starts now waits for the use or is seen here.
     users_count_.fetch_add(1);
     if (is_closing_.load()) {
         end_use();
@@ -115,8 +117,8 @@ bool File::wait_until_unused(std::chrono::nanoseconds timeout) noexcept {
 }
 
 bool File::begin_close(std::chrono::nanoseconds timeout) noexcept {
-    return wait_for_word(is_close_running_, timeout, [&](std::uint32_t count) {
-        return count == 0 && is_close_running_.compare_exchange_strong(count, 1);
+    return wait_for_word(is_close_running_, timeout, [&](std::uint32_t is_running) {
+        return is_running == 0 && is_close_running_.compare_exchange_strong(is_running, 1);
     });
 }
 

@@ -17,8 +17,8 @@ namespace gdrkit::engine {
 
 class File : public std::enable_shared_from_this<File> {
 public:
-    // A file that this object opens at the first use, by its path and with these flags and mode. It is closed when no
-    // bytes are pending any more.
+    // A file that this object opens at the first use, by its path and with these flags and mode of open(2). The object
+    // closes the file when no bytes are pending any more.
     File(std::string path, int flags, unsigned mode) : path_(std::move(path)), flags_(flags), mode_(mode) {}
     // An open file. This object owns the descriptor, and closes it in close() or in the destructor.
     explicit File(Descriptor descriptor)
@@ -32,9 +32,11 @@ public:
     int fd() const noexcept { return fd_.load(std::memory_order_acquire); }
     // Returns the descriptor with O_DIRECT, or -1 if the file system does not support it (see direct_open_errno).
     int direct_fd();
-    // Returns the errno with which O_DIRECT failed, or 0 if it did not fail.
+    // Returns the errno with which an open or a transfer with O_DIRECT failed, or 0.
     int direct_open_errno() const noexcept { return direct_errno_.load(std::memory_order_relaxed); }
-    void set_direct_open_errno(int number) noexcept { direct_errno_.store(number, std::memory_order_relaxed); }
+    void set_direct_open_errno(int errno_value) noexcept {
+        direct_errno_.store(errno_value, std::memory_order_relaxed);
+    }
     // The alignment of offsets, lengths and memory for O_DIRECT, in bytes, a power of two.
     std::uint64_t alignment_bytes() const noexcept { return alignment_bytes_.load(std::memory_order_relaxed); }
     // Returns the current size of the file. Throws Error.
@@ -50,7 +52,7 @@ public:
     void close_reopenable_descriptors() noexcept;
 
     // Counts a call or job that uses the descriptors, so that a close can wait for its end. Returns false if the file
-    // is closed, or while FileClosing refuses uses.
+    // is closed, or while a FileClosing object exists.
     bool begin_use() noexcept;
     // Counts one more use. The caller must already have a use, so that the file is open.
     void add_use() noexcept { users_count_.fetch_add(1); }
@@ -61,16 +63,17 @@ public:
     // begun.
     bool begin_close(std::chrono::nanoseconds timeout) noexcept;
     void end_close() noexcept;
-    // Closes the descriptors. If the file still has uses, the destructor closes them. Throws Error: the error of
-    // close(2), after which the file is closed too.
+    // Closes the descriptors. If the file still has uses, the destructor of this object closes them. Throws the Error
+    // of close(2); the file is closed nevertheless.
     void close();
     bool is_closed() const noexcept { return is_closed_.load(); }
     // Moves the descriptor into a new File, for a forked child. The child cannot use the locks and counts of this
     // object, because threads of the parent may have held them during the fork.
     std::shared_ptr<File> replace_after_fork();
 
-    // The threads whose Python code uses or closes the file, once for each use. Only a thread with the GIL may access
-    // this list. Workers and calls without the GIL are not in it, because they run no signal handlers.
+    // The identifiers of the threads whose Python code uses or closes the file, once for each use. Only a thread with
+    // the GIL may access this list. Workers and calls without the GIL are not in it, because they run no signal
+    // handlers.
     std::vector<unsigned long> python_threads;
 
 private:
@@ -111,8 +114,8 @@ private:
     std::shared_ptr<File> file_;
 };
 
-// Refuses further uses of a file from its construction on. The destructor allows them again, unless the file is closed,
-// and calls end_close() if `has_begun_close` is set.
+// While an object of this class exists, the file refuses further uses. The destructor allows them again, unless the
+// file is closed, and calls end_close() if `has_begun_close` is set.
 class FileClosing {
 public:
     explicit FileClosing(File& file, bool has_begun_close = false) noexcept

@@ -9,7 +9,7 @@
 namespace gdrkit::engine {
 namespace {
 
-// The kernel moves at most 0x7ffff000 bytes per call.
+// Largest length of one call. The kernel would move at most 0x7ffff000 bytes.
 constexpr std::uint64_t call_bytes_max = 1U << 30U;
 
 Failure make_kernel_failure(const char* operation, int number) {
@@ -29,10 +29,10 @@ std::uint64_t round_up(std::uint64_t value, std::uint64_t alignment) {
 template <typename Call> IoResult repeat_call(const char* operation, std::uint64_t length, const Call& call) {
     IoResult result;
     while (result.bytes < length) {
-        const ssize_t count = call(result.bytes, std::min(length - result.bytes, call_bytes_max));
-        if (count > 0) {
-            result.bytes += static_cast<std::uint64_t>(count);
-        } else if (count == 0) {
+        const ssize_t moved_bytes = call(result.bytes, std::min(length - result.bytes, call_bytes_max));
+        if (moved_bytes > 0) {
+            result.bytes += static_cast<std::uint64_t>(moved_bytes);
+        } else if (moved_bytes == 0) {
             break;
         } else if (errno != EINTR) {
             result.failure = make_kernel_failure(operation, errno);
@@ -46,55 +46,55 @@ template <typename Call> IoResult repeat_call(const char* operation, std::uint64
 
 IoResult read_buffered(File& file, std::uint64_t offset, std::uint64_t length, std::byte* to) {
     const int fd = file.buffered_fd();
-    return repeat_call("pread", length, [&](std::uint64_t done_bytes, std::uint64_t count) {
-        return pread(fd, to + done_bytes, count, static_cast<off_t>(offset + done_bytes));
+    return repeat_call("pread", length, [&](std::uint64_t done_bytes, std::uint64_t call_bytes) {
+        return pread(fd, to + done_bytes, call_bytes, static_cast<off_t>(offset + done_bytes));
     });
 }
 
 IoResult write_buffered(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* from) {
     const int fd = file.buffered_fd();
-    return repeat_call("pwrite", length, [&](std::uint64_t done_bytes, std::uint64_t count) {
-        return pwrite(fd, from + done_bytes, count, static_cast<off_t>(offset + done_bytes));
+    return repeat_call("pwrite", length, [&](std::uint64_t done_bytes, std::uint64_t call_bytes) {
+        return pwrite(fd, from + done_bytes, call_bytes, static_cast<off_t>(offset + done_bytes));
     });
 }
 
-IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* block) {
+IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* aligned_buffer) {
     const int fd = file.direct_fd();
     const std::uint64_t lead_bytes = leading_bytes(file, offset);
     if (fd < 0) {
-        return read_buffered(file, offset, length, block + lead_bytes);
+        return read_buffered(file, offset, length, aligned_buffer + lead_bytes);
     }
     const std::uint64_t alignment = file.alignment_bytes();
     const std::uint64_t begin = offset - lead_bytes;
     const std::uint64_t aligned_length = round_up(lead_bytes + length, alignment);
     IoResult result =
-        repeat_call("pread", aligned_length, [&](std::uint64_t done_bytes, std::uint64_t count) -> ssize_t {
+        repeat_call("pread", aligned_length, [&](std::uint64_t done_bytes, std::uint64_t call_bytes) -> ssize_t {
             // A read that ends inside a block has reached the end of the file, so nothing more is read with O_DIRECT.
             return (done_bytes & (alignment - 1)) != 0
                        ? 0
-                       : pread(fd, block + done_bytes, count, static_cast<off_t>(begin + done_bytes));
+                       : pread(fd, aligned_buffer + done_bytes, call_bytes, static_cast<off_t>(begin + done_bytes));
         });
     if (result.failure && result.failure->number == EINVAL && result.bytes == 0) {
         // This file system accepts O_DIRECT in open(2), but not in pread(2).
         file.set_direct_open_errno(EINVAL);
-        return read_buffered(file, offset, length, block + lead_bytes);
+        return read_buffered(file, offset, length, aligned_buffer + lead_bytes);
     }
     result.bytes = std::min(result.bytes > lead_bytes ? result.bytes - lead_bytes : 0, length);
     result.used_direct = true;
     if (result.bytes < length && !result.failure) {
         // At the end of the file, this second read returns nothing, unless the file has grown meanwhile.
-        const IoResult tail_result =
-            read_buffered(file, offset + result.bytes, length - result.bytes, block + lead_bytes + result.bytes);
+        const IoResult tail_result = read_buffered(file, offset + result.bytes, length - result.bytes,
+                                                   aligned_buffer + lead_bytes + result.bytes);
         result.bytes += tail_result.bytes;
         result.failure = tail_result.failure;
     }
     return result;
 }
 
-IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* block) {
+IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* aligned_buffer) {
     const int fd = file.direct_fd();
     const std::uint64_t alignment = file.alignment_bytes();
-    const std::byte* const from = block + leading_bytes(file, offset);
+    const std::byte* const from = aligned_buffer + leading_bytes(file, offset);
     const std::uint64_t head_bytes = std::min(length, round_up(offset, alignment) - offset);
     const std::uint64_t aligned_bytes = fd < 0 ? 0 : round_down(length - head_bytes, alignment);
     if (aligned_bytes == 0) {
@@ -104,9 +104,10 @@ IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, co
     if (result.bytes < head_bytes) {
         return result;
     }
-    const auto write_blocks = [&](std::uint64_t done_bytes, std::uint64_t count) -> ssize_t {
+    // After a write that ended inside a block, the rest is written through the page cache.
+    const auto write_blocks = [&](std::uint64_t done_bytes, std::uint64_t call_bytes) -> ssize_t {
         return (done_bytes & (alignment - 1)) != 0 ? 0
-                                                   : pwrite(fd, from + head_bytes + done_bytes, count,
+                                                   : pwrite(fd, from + head_bytes + done_bytes, call_bytes,
                                                             static_cast<off_t>(offset + head_bytes + done_bytes));
     };
     const IoResult aligned_result = repeat_call("pwrite", aligned_bytes, write_blocks);

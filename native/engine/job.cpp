@@ -1,5 +1,4 @@
-// How the copy engine divides a job into chunks that workers take, and records the progress, failure and end of the
-// job.
+// Divides a job of the copy engine into chunks that workers take, and records the progress, failure and end of the job.
 #include "engine/job.hpp"
 
 #include <unistd.h>
@@ -17,7 +16,7 @@ namespace {
 // O_DIRECT.
 constexpr std::uint64_t window_max_bytes = 128U << 20U;
 constexpr std::uint64_t window_min_bytes = 1U << 20U;
-// A window in which fewer than one of this many pages are cached counts as uncached, and is read with O_DIRECT.
+// If less than a quarter of a window is cached, the window is not made smaller, and is read with O_DIRECT.
 constexpr std::uint64_t cold_divisor = 4;
 // The sizes of chunks are multiples of this number.
 constexpr std::uint64_t chunk_step_bytes = 64U << 10U;
@@ -37,7 +36,8 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
         files_[extent.file_index]->add_pending(extent.length);
     }
     for (const std::shared_ptr<File>& file : files_) {
-        file->add_pending(is_durable_ ? 1 : 0); // The file stays open until its data is on the disk.
+        // No chunk removes this byte, so the file stays open until end_locked(), when its data is on the disk.
+        file->add_pending(is_durable_ ? 1 : 0);
         file->add_use();
     }
     const std::uint64_t even_share_bytes = total_bytes_ / (sharing_workers_count() * chunks_per_worker) + 1;
@@ -91,7 +91,7 @@ TakeResult Job::take(Chunk& chunk, std::atomic<bool>& is_copy_opening) {
     Extent& extent = extents_[next_extent_];
     if (next_offset_ > 0 || extent.length > next_chunk_bytes()) {
         try {
-            const TakeResult take_result = take_from_large_extent(chunk, extent, is_copy_opening);
+            const TakeResult take_result = take_from_long_extent(chunk, extent, is_copy_opening);
             if (take_result != TakeResult::chunk) {
                 return take_result;
             }
@@ -105,7 +105,7 @@ TakeResult Job::take(Chunk& chunk, std::atomic<bool>& is_copy_opening) {
             return TakeResult::nothing;
         }
     } else {
-        take_small_extents(chunk);
+        take_short_extents(chunk);
     }
     taken_bytes_ += chunk.bytes;
     ++chunks_in_progress_;
@@ -124,8 +124,8 @@ bool Job::is_next_direct(Extent& extent) {
         return is_window_direct_;
     }
     File& file = *files_[extent.file_index];
-    const std::uint64_t begin = extent.offset + next_offset_;
-    const std::uint64_t left_bytes = extent.length - next_offset_;
+    const std::uint64_t file_offset = extent.offset + next_offset_;
+    const std::uint64_t bytes_left = extent.length - next_offset_;
     if (file.direct_fd() < 0) {
         window_end_ = extent.length;
         is_window_direct_ = false;
@@ -136,16 +136,18 @@ bool Job::is_next_direct(Extent& extent) {
         // If cached and uncached ranges are close together, the window shrinks. A few cached pages do not shrink it: in
         // a small window, a buffered read would start the kernel's readahead, so that the next small window would look
         // cached, and so on to the end of an uncached file.
-        std::uint64_t bytes = window_max_bytes;
-        Residency residency = file.residency_of(begin, std::min(left_bytes, bytes));
-        while (residency.state == CacheState::some && residency.cached_pages * cold_divisor >= residency.pages &&
-               bytes > window_min_bytes) {
-            bytes /= 4;
-            residency = file.residency_of(begin, std::min(left_bytes, bytes));
+        std::uint64_t window_bytes = window_max_bytes;
+        Residency residency = file.residency_of(file_offset, std::min(bytes_left, window_bytes));
+        while (residency.state == CacheState::some &&
+               residency.cached_pages_count * cold_divisor >= residency.pages_count &&
+               window_bytes > window_min_bytes) {
+            window_bytes /= 4;
+            residency = file.residency_of(file_offset, std::min(bytes_left, window_bytes));
         }
-        window_end_ = next_offset_ + std::min(left_bytes, bytes);
-        is_window_direct_ = residency.state == CacheState::none ||
-                            (residency.state == CacheState::some && residency.cached_pages * 2 < residency.pages);
+        window_end_ = next_offset_ + std::min(bytes_left, window_bytes);
+        is_window_direct_ =
+            residency.state == CacheState::none ||
+            (residency.state == CacheState::some && residency.cached_pages_count * 2 < residency.pages_count);
     }
     return is_window_direct_;
 }
@@ -158,33 +160,33 @@ std::size_t Job::reservations_max(bool is_direct) const {
     return is_direct ? tuning_.direct_writers_count : tuning_.buffered_writers_count;
 }
 
-// Returns how many workers share a long extent. For a write these are only a few, which take larger chunks: most file
+// Returns how many workers share a long extent. A write has only a few workers, which take larger chunks: most file
 // systems lock the file for each write, so many small writes of several threads would wait for each other.
 std::size_t Job::sharing_workers_count() const {
     return reservations_max(direction_ == Direction::write && access_ == Access::direct);
 }
 
-TakeResult Job::take_from_large_extent(Chunk& chunk, Extent& extent, std::atomic<bool>& is_copy_opening) {
+TakeResult Job::take_from_long_extent(Chunk& chunk, Extent& extent, std::atomic<bool>& is_copy_opening) {
     const bool is_direct = is_next_direct(extent);
     const bool needs_reservation = is_direct || direction_ == Direction::write;
     if (needs_reservation && reservations_count_ >= reservations_max(is_direct)) {
         return TakeResult::busy;
     }
-    const std::uint64_t direct_bytes =
+    const std::uint64_t direct_length_max =
         direction_ == Direction::read ? tuning_.direct_read_bytes : tuning_.direct_write_bytes;
     const std::uint64_t coalesced_bytes = is_direct ? 0 : std::min(next_coalesced_bytes(), window_end_ - next_offset_);
     const bool opens_coalesced_copy = coalesced_bytes > tuning_.chunk_bytes;
     if (opens_coalesced_copy && is_copy_opening.exchange(true, std::memory_order_relaxed)) {
         return TakeResult::busy;
     }
-    const std::uint64_t length_max = is_direct              ? direct_bytes
+    const std::uint64_t length_max = is_direct              ? direct_length_max
                                      : opens_coalesced_copy ? coalesced_bytes
                                                             : next_chunk_bytes();
-    // Chunks end at block boundaries of the file, so that only the first and the last chunk of an extent have
-    // partial blocks.
-    const std::uint64_t begin = extent.offset + next_offset_;
+    // Chunks end at block boundaries of the file, so that only the first and the last chunk of an extent have partial
+    // blocks.
+    const std::uint64_t file_offset = extent.offset + next_offset_;
     std::uint64_t length = std::min(length_max, window_end_ - next_offset_);
-    if (const std::uint64_t partial_block_bytes = (begin + length) % files_[extent.file_index]->alignment_bytes();
+    if (const std::uint64_t partial_block_bytes = (file_offset + length) % files_[extent.file_index]->alignment_bytes();
         partial_block_bytes < length && next_offset_ + length < extent.length) {
         length -= partial_block_bytes;
     }
@@ -199,15 +201,15 @@ TakeResult Job::take_from_large_extent(Chunk& chunk, Extent& extent, std::atomic
     return TakeResult::chunk;
 }
 
-void Job::take_small_extents(Chunk& chunk) {
+void Job::take_short_extents(Chunk& chunk) {
     const std::uint64_t bytes_max = next_chunk_bytes();
     const bool needs_slack = access_ == Access::direct && direction_ == Direction::read;
     std::uint64_t slack_left_bytes = slack_bytes;
     while (next_extent_ < extents_.size() && next_offset_ == 0 && chunk.parts.size() < parts_max &&
            chunk.bytes + extents_[next_extent_].length <= bytes_max) {
         const Extent& extent = extents_[next_extent_];
-        // The worker needs slack to read a part with O_DIRECT (see slack_bytes). The number is an
-        // estimate, because a file that is not open yet reports the alignment of most disks.
+        // The worker needs slack to read a part with O_DIRECT (see slack_bytes). needed_slack_bytes is an estimate,
+        // because a file that is not open yet reports the alignment of most disks.
         const std::uint64_t needed_slack_bytes = needs_slack ? 2 * files_[extent.file_index]->alignment_bytes() : 0;
         if (needed_slack_bytes > slack_left_bytes && !chunk.parts.empty()) {
             break;

@@ -1,6 +1,7 @@
 // gdrkit.gds._engine, the Python module of the copy engine. Every function that may block releases the GIL. Native
-// objects never hold Python objects, because their last owner would have to wait for the GIL. So std::make_shared
-// creates the objects that native code shares: otherwise nanobind would make a shared_ptr that holds the Python object.
+// objects never hold Python objects, because the thread that drops the last reference would have to wait for the GIL.
+// So std::make_shared creates the objects that native code shares: otherwise nanobind would make a shared_ptr that
+// holds the Python object.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -36,77 +37,81 @@ nb::tuple make_failure_tuple(const Failure& failure) {
                           failure.name);
 }
 
-PyObject* engine_error = nullptr;
-PyObject* file_closed = nullptr;
+// The exception classes EngineError and FileClosed.
+PyObject* engine_error_class = nullptr;
+PyObject* file_closed_class = nullptr;
 // Two dicts of transfers (gdrkit.gds.transfer) by their tokens: all transfers in progress, and the transfers among them
 // whose job is over.
 PyObject* transfers_in_progress = nullptr;
 PyObject* transfers_ended = nullptr;
+// The names of the attributes in which a transfer has its job and its token.
 PyObject* job_attribute = nullptr;
 PyObject* token_attribute = nullptr;
 // The queue to which each job of a transfer adds its token at its end.
 const auto ended_jobs = std::make_shared<CompletionQueue>(false);
-// While the main thread waits, it runs Python's signal handlers in this interval, so that Ctrl-C ends the wait. Python
-// runs them only on the main thread.
+// While the main thread waits, it runs Python's signal handlers once in this interval, so that Ctrl-C ends the wait.
+// Python runs signal handlers only on the main thread.
 constexpr std::chrono::milliseconds signal_check_interval{50};
 
 [[noreturn]] void raise(const Failure& failure) {
-    PyErr_SetObject(engine_error, make_failure_tuple(failure).ptr());
+    PyErr_SetObject(engine_error_class, make_failure_tuple(failure).ptr());
     throw nb::python_error();
 }
 
 // Raises FileClosed for the file with this index in the arguments of a call.
 [[noreturn]] void raise_closed(std::size_t index) {
-    PyErr_SetObject(file_closed, nb::make_tuple(index).ptr());
+    PyErr_SetObject(file_closed_class, nb::make_tuple(index).ptr());
     throw nb::python_error();
 }
 
-// An entry of the calling thread in File::python_threads, as long as the thread uses or closes the file. If a signal
-// handler or a finalizer closes the file during such a use, the close finds the entry and fails. It must not wait: the
-// use of its own thread would never end.
-class PythonThread {
+// An entry for the calling thread in File::python_threads, which lasts as long as the thread uses or closes the file.
+// If a signal handler or a finalizer closes the file during such a use, the close finds the entry and fails. It must
+// not wait, because the use by its own thread would never end.
+class PythonThreadEntry {
 public:
-    explicit PythonThread(std::shared_ptr<File> file) : file_(std::move(file)), thread_(PyThread_get_thread_ident()) {
-        file_->python_threads.push_back(thread_);
+    explicit PythonThreadEntry(std::shared_ptr<File> file)
+        : file_(std::move(file)), thread_id_(PyThread_get_thread_ident()) {
+        file_->python_threads.push_back(thread_id_);
     }
-    PythonThread(PythonThread&&) = default;
-    PythonThread& operator=(PythonThread&&) = delete;
-    ~PythonThread() { end(); }
+    PythonThreadEntry(PythonThreadEntry&&) = default;
+    PythonThreadEntry& operator=(PythonThreadEntry&&) = delete;
+    ~PythonThreadEntry() { end(); }
     void end() noexcept {
         if (const std::shared_ptr<File> file = std::move(file_)) {
-            file->python_threads.erase(std::ranges::find(file->python_threads, thread_));
+            file->python_threads.erase(std::ranges::find(file->python_threads, thread_id_));
         }
     }
+    // Returns whether the calling thread has an entry for the file.
     static bool is_using(const File& file) {
         return std::ranges::find(file.python_threads, PyThread_get_thread_ident()) != file.python_threads.end();
     }
 
 private:
     std::shared_ptr<File> file_;
-    unsigned long thread_;
+    unsigned long thread_id_;
 };
 
 // A use of a file by Python code. Raises FileClosed if the file is closed. `index` is the index of the file in the
 // arguments of the call.
 class PythonUse {
 public:
-    explicit PythonUse(const std::shared_ptr<File>& file, std::size_t index = 0) : thread_(file), use_(file) {
+    explicit PythonUse(const std::shared_ptr<File>& file, std::size_t index = 0) : thread_entry_(file), use_(file) {
         if (!use_.file()) {
             raise_closed(index);
         }
     }
     const std::shared_ptr<File>& file() const noexcept { return use_.file(); }
     void end() noexcept {
-        thread_.end();
+        thread_entry_.end();
         use_.end();
     }
 
 private:
-    PythonThread thread_;
+    PythonThreadEntry thread_entry_;
     FileUse use_;
 };
 
-// Runs a function without the GIL and returns its result. Raises EngineError if it throws Error.
+// Runs a function without the GIL and returns its result. Raises EngineError if the function throws Error.
 template <typename Function> auto without_gil(const Function& function) {
     Failure failure;
     {
@@ -120,11 +125,11 @@ template <typename Function> auto without_gil(const Function& function) {
     raise(failure);
 }
 
-// Calls `wait` without the GIL until it returns true, or until `timeout` has passed. The argument of `wait` is the time
-// that it may wait. Raises the exception of a signal handler. Returns false in a child process that a signal handler
-// has forked, because the awaited threads exist only in the parent.
+// Calls `wait` without the GIL until it returns true, or until `timeout` has passed. The argument of `wait` is the
+// longest time that the call may wait. Raises the exception of a signal handler. Returns false in a child process that
+// a signal handler has forked, because the awaited threads exist only in the parent.
 template <typename Wait> bool wait_interruptibly(std::chrono::nanoseconds timeout, const Wait& wait) {
-    const auto end = std::chrono::steady_clock::now() + std::min(timeout, no_limit);
+    const auto deadline = std::chrono::steady_clock::now() + std::min(timeout, no_limit);
     for (std::chrono::nanoseconds remaining = timeout, check_interval = signal_check_interval;;) {
         const std::chrono::nanoseconds wait_time = std::clamp(remaining, std::chrono::nanoseconds(0), check_interval);
         if (without_gil([&] { return wait(wait_time); })) {
@@ -138,9 +143,9 @@ template <typename Wait> bool wait_interruptibly(std::chrono::nanoseconds timeou
             return false;
         }
         if (process_id != syscall(SYS_gettid)) {
-            check_interval = no_limit;
+            check_interval = no_limit; // This is not the main thread, so it runs no signal handlers.
         }
-        remaining = end - std::chrono::steady_clock::now();
+        remaining = deadline - std::chrono::steady_clock::now();
     }
 }
 
@@ -157,7 +162,8 @@ std::uint64_t begin_transfer(nb::handle transfer, nb::handle job) {
     return nb::cast<std::uint64_t>(token);
 }
 
-// Adds the transfers in progress whose job is over to `transfers_ended`. Returns whether that dict has any transfers.
+// Adds the transfers in progress whose job is over to `transfers_ended`. Returns whether `transfers_ended` is not
+// empty.
 bool collect_ended() {
     for (const std::uint64_t token : ended_jobs->take()) {
         const nb::object key = nb::cast(token);
@@ -187,14 +193,14 @@ std::shared_ptr<File> make_file(Descriptor descriptor) {
 }
 
 // Opens a file. If a signal interrupts open(2), runs the signal handlers of Python and tries again.
-std::shared_ptr<File> open_file(const nb::bytes& path, int flags, int mode, int folder) {
+std::shared_ptr<File> open_file(const nb::bytes& path, int flags, int mode, int folder_fd) {
     if (std::strlen(path.c_str()) != path.size()) {
         throw nb::value_error("embedded null byte");
     }
     for (;;) {
         int error_number = 0;
         Descriptor descriptor(without_gil([&] {
-            const int fd = openat(folder, path.c_str(), flags | O_CLOEXEC, mode);
+            const int fd = openat(folder_fd, path.c_str(), flags | O_CLOEXEC, mode);
             error_number = errno;
             return fd;
         }));
@@ -216,20 +222,20 @@ bool wait_for(Completion& completion, std::int64_t timeout_us) {
         return completion.is_over();
     }
     return wait_interruptibly(timeout_us < 0 ? no_limit : std::chrono::microseconds(timeout_us),
-                              [&](std::chrono::nanoseconds slice) { return completion.wait(slice); });
+                              [&](std::chrono::nanoseconds wait_time) { return completion.wait(wait_time); });
 }
 
 // Calls a function of a job and returns its result. Releases the GIL while the job runs, because the function may wait
 // for a worker that holds the job's lock during a system call. A FUSE thread of this process may serve that call, and
 // may need the GIL.
-template <typename Function> auto query(Job& job, const Function& function) {
+template <typename Function> auto query_job(Job& job, const Function& function) {
     return job.is_over() ? function() : without_gil(function);
 }
 
 // The engine object of Python. Its destructor releases the GIL and closes the engine, because the worker threads may
 // wait for a thread that needs the GIL.
 struct ClosingEngine {
-    ClosingEngine(const Tuning& tuning, int node) : engine(tuning, node) {}
+    ClosingEngine(const Tuning& tuning, int numa_node) : engine(tuning, numa_node) {}
     ClosingEngine(const ClosingEngine&) = delete;
     ClosingEngine& operator=(const ClosingEngine&) = delete;
     ~ClosingEngine() {
@@ -251,16 +257,16 @@ struct HostMemory {
     ~HostMemory() { release(); }
     // Releases the memory once, even if code of the exporter calls this function again meanwhile.
     void release() {
-        Py_buffer released = view;
+        Py_buffer released_view = view;
         view.obj = nullptr;
-        PyBuffer_Release(&released);
+        PyBuffer_Release(&released_view);
     }
     Py_buffer view{};
 };
 
 // Unpacks extents from rows of four numbers: (file index, offset, address, length). Python passes the rows as a flat
-// list of int. For thousands of ranges, it passes a buffer of 8-byte numbers, which needs no Python object per number.
-std::vector<Extent> unpack_extents(nb::handle flat, std::size_t files_count) {
+// list of int. For thousands of ranges, Python passes a buffer of 8-byte numbers, which needs no object per number.
+std::vector<Extent> unpack_extents(nb::handle flat_rows, std::size_t files_count) {
     struct Row {
         std::uint64_t file_index;
         std::uint64_t offset;
@@ -268,12 +274,13 @@ std::vector<Extent> unpack_extents(nb::handle flat, std::size_t files_count) {
         std::uint64_t length;
     };
     static_assert(sizeof(Row) == 32);
-    const bool is_list = nb::isinstance<nb::list>(flat);
-    std::optional<HostMemory> bytes;
+    const bool is_list = nb::isinstance<nb::list>(flat_rows);
+    std::optional<HostMemory> row_buffer;
     if (!is_list) {
-        bytes.emplace(flat);
+        row_buffer.emplace(flat_rows);
     }
-    const std::size_t size = is_list ? nb::len(flat) * 8 : static_cast<std::size_t>(bytes->view.len);
+    const std::size_t size =
+        is_list ? nb::len(flat_rows) * sizeof(std::uint64_t) : static_cast<std::size_t>(row_buffer->view.len);
     if (size % sizeof(Row) != 0 || size / sizeof(Row) > UINT32_MAX) {
         raise({.api = Api::kernel, .operation = "extents", .number = EINVAL, .name = {}});
     }
@@ -281,11 +288,11 @@ std::vector<Extent> unpack_extents(nb::handle flat, std::size_t files_count) {
     for (std::size_t index = 0; index < extents.size(); ++index) {
         Row row{};
         if (is_list) {
-            const nb::list list = nb::borrow<nb::list>(flat);
-            const auto number = [&](std::size_t column) { return nb::cast<std::uint64_t>(list[4 * index + column]); };
-            row = {number(0), number(1), number(2), number(3)};
+            const nb::list list = nb::borrow<nb::list>(flat_rows);
+            const auto value_of = [&](std::size_t column) { return nb::cast<std::uint64_t>(list[4 * index + column]); };
+            row = {value_of(0), value_of(1), value_of(2), value_of(3)};
         } else {
-            std::memcpy(&row, static_cast<const std::byte*>(bytes->view.buf) + index * sizeof(Row), sizeof(Row));
+            std::memcpy(&row, static_cast<const std::byte*>(row_buffer->view.buf) + index * sizeof(Row), sizeof(Row));
         }
         const bool fits_in_file = row.offset <= INT64_MAX && row.length <= INT64_MAX - row.offset;
         if (row.file_index >= files_count || !fits_in_file || row.address + row.length < row.address) {
@@ -347,15 +354,15 @@ void bind_jobs(nb::module_& module) {
         .def(
             "close",
             [](const std::shared_ptr<File>& self, nb::handle end_transfers, bool waits) {
-                if (PythonThread::is_using(*self)) {
+                if (PythonThreadEntry::is_using(*self)) {
                     raise({.api = Api::kernel, .operation = "close", .number = EDEADLK, .name = {}});
                 }
-                const PythonThread thread(self);
-                const std::chrono::nanoseconds limit = waits ? no_limit : std::chrono::nanoseconds(0);
+                const PythonThreadEntry thread_entry(self);
+                const std::chrono::nanoseconds wait_limit = waits ? no_limit : std::chrono::nanoseconds(0);
                 const bool has_begun_close =
-                    wait_interruptibly(limit, [&](auto timeout) { return self->begin_close(timeout); });
+                    wait_interruptibly(wait_limit, [&](auto timeout) { return self->begin_close(timeout); });
                 const FileClosing closing(*self, has_begun_close);
-                wait_interruptibly(limit, [&](auto timeout) { return self->wait_until_unused(timeout); });
+                wait_interruptibly(wait_limit, [&](auto timeout) { return self->wait_until_unused(timeout); });
                 if (!end_transfers.is_none() && !nb::steal(call_python(end_transfers.ptr())).is_valid()) {
                     throw nb::python_error();
                 }
@@ -376,7 +383,9 @@ void bind_jobs(nb::module_& module) {
                 return without_gil([&] { return self->size_bytes(); });
             },
             "Return the size of the file. Raise FileClosed if the file is closed.")
-        .def("direct", [](File& self) { return without_gil([&] { return self.direct_fd() >= 0; }); })
+        .def(
+            "direct", [](File& self) { return without_gil([&] { return self.direct_fd() >= 0; }); },
+            "Return whether the file system supports O_DIRECT for the file; see direct_open_errno.")
         .def_prop_ro("direct_open_errno", &File::direct_open_errno)
         .def_prop_ro("alignment_bytes", &File::alignment_bytes)
         .def(
@@ -384,7 +393,7 @@ void bind_jobs(nb::module_& module) {
             [](File& self, std::uint64_t offset, std::uint64_t length) {
                 return without_gil([&] {
                     const Residency residency = self.residency_of(offset, length);
-                    return std::pair(residency.cached_pages, residency.pages);
+                    return std::pair(residency.cached_pages_count, residency.pages_count);
                 });
             },
             "offset"_a, "length"_a, "Return the number of cached pages of a range, and the number of its pages.");
@@ -394,9 +403,10 @@ void bind_jobs(nb::module_& module) {
                  return without_gil([&] { return std::make_shared<CompletionQueue>(has_event); });
              }),
              nb::kw_only(), "has_event"_a)
-        .def("take", &CompletionQueue::take)
-        .def("fileno", &CompletionQueue::event_fd);
-    nb::class_<Completion>(module, "Completion", "The end of a job that Python code runs itself.")
+        .def("take", &CompletionQueue::take, "Remove the tokens from the queue and return them.")
+        .def("fileno", &CompletionQueue::event_fd,
+             "Return an eventfd that is readable while the queue has tokens, or -1 without `has_event`.");
+    nb::class_<Completion>(module, "Completion", "A flag that is set when a job that Python code runs itself is over.")
         .def(nb::init<>())
         .def(
             "wait", [](Completion& self, std::int64_t timeout_us) { return wait_for(self, timeout_us); },
@@ -413,17 +423,17 @@ void bind_jobs(nb::module_& module) {
         .def("cancel", &Job::cancel, nb::call_guard<GilRelease>())
         .def("notify", &Job::notify, "queue"_a, "token"_a,
              "Add the token to the queue when the job is over, or at once if the job is already over.")
-        .def("progress", [](Job& self) { return make_progress_dict(query(self, [&] { return self.progress(); })); })
+        .def("progress", [](Job& self) { return make_progress_dict(query_job(self, [&] { return self.progress(); })); })
         .def(
-            "arrived", [](Job& self) { return query(self, [&] { return self.arrived_bytes(); }); },
+            "arrived", [](Job& self) { return query_job(self, [&] { return self.arrived_bytes(); }); },
             "Return for each extent the number of bytes that arrived from its beginning without a gap.");
 }
 
 void bind_engine(nb::module_& module) {
-    nb::class_<ClosingEngine>(module, "Engine", "Threads and pinned memory on one NUMA node.")
+    nb::class_<ClosingEngine>(module, "Engine", "A copy engine: threads and pinned memory on one NUMA node.")
         .def(
             "__init__",
-            [](ClosingEngine* self, int node, std::size_t workers, std::size_t buffers, std::uint64_t chunk_bytes,
+            [](ClosingEngine* self, int numa_node, std::size_t workers, std::size_t buffers, std::uint64_t chunk_bytes,
                std::uint64_t first_chunk_bytes, std::uint64_t coalesced_bytes, std::size_t coalesced_count,
                std::uint64_t slice_bytes, bool polls_device, std::size_t direct_readers,
                std::uint64_t direct_read_bytes, std::size_t direct_writers, std::uint64_t direct_write_bytes,
@@ -442,7 +452,7 @@ void bind_engine(nb::module_& module) {
                 tuning.direct_writers_count = direct_writers;
                 tuning.direct_write_bytes = direct_write_bytes;
                 tuning.buffered_writers_count = buffered_writers;
-                without_gil([&] { return new (self) ClosingEngine(tuning, node); });
+                without_gil([&] { return new (self) ClosingEngine(tuning, numa_node); });
             },
             nb::kw_only(), "node"_a, "workers_count"_a, "buffers_count"_a, "chunk_bytes"_a, "first_chunk_bytes"_a,
             "coalesced_bytes"_a, "coalesced_count"_a, "slice_bytes"_a, "polls_device"_a, "direct_readers_count"_a,
@@ -452,7 +462,7 @@ void bind_engine(nb::module_& module) {
             [](ClosingEngine& self, bool write, int access, int device, const nb::list& files, nb::handle flat_extents,
                int flags, bool durable, nb::handle transfer) {
                 std::vector<Extent> extents = unpack_extents(flat_extents, nb::len(files));
-                std::vector<PythonUse> uses; // They keep the files open until the job has its own uses.
+                std::vector<PythonUse> uses; // These keep the files open until the job has its own uses.
                 Engine& engine = self.engine;
                 auto job = std::make_shared<Job>(write ? Direction::write : Direction::read,
                                                  static_cast<Access>(access), device, convert_files(files, flags, uses),
@@ -474,13 +484,14 @@ void bind_engine(nb::module_& module) {
             "write"_a, "access"_a, "device"_a, "files"_a, "extents"_a, "flags"_a, "durable"_a, "transfer"_a.none(),
             nb::sig("def submit(self, write: bool, access: int, device: int, files: list, extents: object, flags: int, "
                     "durable: bool, transfer: object) -> Job"),
-            "Queue a job and return it. Store it in the `job` of the transfer, and the transfer in `in_progress`.")
+            "Queue a job and return it. Store it in the attribute `job` of the transfer, and the transfer in "
+            "`in_progress`.")
         .def(
             "transfer_small",
             [](ClosingEngine& self, bool write, std::shared_ptr<File> file, std::uint64_t offset, std::uint64_t address,
                std::uint64_t length, int device) {
-                const bool fits = device == host_memory || length <= Engine::small_bytes_max;
-                if (!fits || length > INT64_MAX || offset > INT64_MAX - length) {
+                const bool is_length_allowed = device == host_memory || length <= Engine::small_bytes_max;
+                if (!is_length_allowed || length > INT64_MAX || offset > INT64_MAX - length) {
                     raise({.api = Api::kernel, .operation = "transfer_small", .number = EINVAL, .name = {}});
                 }
                 // The use ends before the thread takes the GIL again, which it may never get; see GilRelease.
@@ -537,20 +548,20 @@ NB_MODULE(_engine, module) {
     namespace ge = gdrkit::engine;
     module.doc() = "The copy engine between files and memory of the host or of devices.";
     const auto module_name = nb::cast<std::string>(module.attr("__name__"));
-    const auto add = [&](const char* name, PyObject* object) {
+    const auto add_attribute = [&](const char* name, PyObject* object) {
         if (object == nullptr) {
             throw nb::python_error();
         }
         module.attr(name) = nb::handle(object);
         return object;
     };
-    const auto new_error = [&](const char* name) {
-        return add(name, PyErr_NewException((module_name + "." + name).c_str(), PyExc_Exception, nullptr));
+    const auto add_error_class = [&](const char* name) {
+        return add_attribute(name, PyErr_NewException((module_name + "." + name).c_str(), PyExc_Exception, nullptr));
     };
-    ge::engine_error = new_error("EngineError");
-    ge::file_closed = new_error("FileClosed");
-    ge::transfers_in_progress = add("in_progress", PyDict_New());
-    ge::transfers_ended = add("ended", PyDict_New());
+    ge::engine_error_class = add_error_class("EngineError");
+    ge::file_closed_class = add_error_class("FileClosed");
+    ge::transfers_in_progress = add_attribute("in_progress", PyDict_New());
+    ge::transfers_ended = add_attribute("ended", PyDict_New());
     ge::job_attribute = PyUnicode_InternFromString("job");
     ge::token_attribute = PyUnicode_InternFromString("token");
     module.def("collect_ended", &ge::collect_ended,
@@ -568,7 +579,7 @@ NB_MODULE(_engine, module) {
         "residency",
         [](int fd, std::uint64_t offset, std::uint64_t length) {
             const ge::Residency residency = ge::without_gil([&] { return ge::query_residency(fd, offset, length); });
-            return std::pair(residency.cached_pages, residency.pages);
+            return std::pair(residency.cached_pages_count, residency.pages_count);
         },
         "fd"_a, "offset"_a, "length"_a, "Return the number of cached pages of a range, and the number of its pages.");
     // keep_forever adds a reference that is never dropped. A forked child calls it for an object whose resources belong

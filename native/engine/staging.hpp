@@ -1,5 +1,5 @@
-// Staging memory of the copy engine: host memory that devices copy from and to. It is mapped once and pinned when a
-// device is first used.
+// Staging memory of the copy engine: host memory that devices copy from and to. The engine maps it once, and pins it
+// when a device is first used.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@ namespace gdrkit::engine {
 // One mapping of host memory.
 class Staging {
 public:
-    // `node` is the NUMA node of the pages, -1 for any. Throws Error (ENOMEM).
-    Staging(std::size_t length, int node);
+    // `numa_node` is the NUMA node of the pages, -1 for any. Throws Error (ENOMEM).
+    Staging(std::size_t length, int numa_node);
     ~Staging();
     Staging(const Staging&) = delete;
     Staging& operator=(const Staging&) = delete;

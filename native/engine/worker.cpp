@@ -16,36 +16,40 @@ std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
 }
 
 // Joins parts that are contiguous both in the device memory and in the staging memory, and calls copy(address, staging
-// offset, length) for each such run. A run ends at the end of its device allocation, because the driver refuses a copy
-// to two allocations, even if one follows the other directly. `length_of` returns how many bytes of a part to copy.
+// offset, length) once for each joined range. A range ends at the end of its device allocation, because the driver
+// refuses a copy to two allocations, even if one follows the other directly. `length_of` returns how many bytes of a
+// part to copy.
 template <typename LengthOf, typename Copy>
-void for_each_run(const Chunk& chunk, const CopyStream& stream, const LengthOf& length_of, const Copy& copy) {
-    std::uint64_t address = 0;
-    std::uint64_t staging_offset = 0;
-    std::uint64_t bytes = 0;
-    std::uint64_t allocation_end = 0; // End of the allocation of the current run. Queried only if parts are contiguous.
+void for_each_device_copy(const Chunk& chunk, const CopyStream& stream, const LengthOf& length_of, const Copy& copy) {
+    std::uint64_t range_address = 0;
+    std::uint64_t range_staging_offset = 0;
+    std::uint64_t range_bytes = 0;
+    // End of the device allocation of the current range. It is queried only if parts are contiguous.
+    std::uint64_t allocation_end = 0;
     for (const Part& part : chunk.parts) {
-        const std::uint64_t begin = chunk.job->extent(part).address + part.extent_offset;
-        const std::uint64_t count = length_of(part);
-        if (bytes != 0 && begin == address + bytes && part.staging_offset == staging_offset + bytes) {
-            if (address >= allocation_end) {
-                allocation_end = stream.find_allocation_end(address);
+        const std::uint64_t part_address = chunk.job->extent(part).address + part.extent_offset;
+        const std::uint64_t part_bytes = length_of(part);
+        if (range_bytes != 0 && part_address == range_address + range_bytes &&
+            part.staging_offset == range_staging_offset + range_bytes) {
+            if (range_address >= allocation_end) {
+                allocation_end = stream.find_allocation_end(range_address);
             }
-            if (begin + count <= allocation_end) {
-                bytes += count;
+            if (part_address + part_bytes <= allocation_end) {
+                range_bytes += part_bytes;
                 continue;
             }
         }
-        if (bytes != 0) {
-            copy(address, staging_offset, bytes);
+        if (range_bytes != 0) {
+            copy(range_address, range_staging_offset, range_bytes);
         }
-        allocation_end = begin < address ? 0 : allocation_end;
-        address = begin;
-        staging_offset = part.staging_offset;
-        bytes = count;
+        // The known end may belong to an allocation behind the new range.
+        allocation_end = part_address < range_address ? 0 : allocation_end;
+        range_address = part_address;
+        range_staging_offset = part.staging_offset;
+        range_bytes = part_bytes;
     }
-    if (bytes != 0) {
-        copy(address, staging_offset, bytes);
+    if (range_bytes != 0) {
+        copy(range_address, range_staging_offset, range_bytes);
     }
 }
 
@@ -64,12 +68,13 @@ Worker::Worker(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, Coa
 void Worker::run() {
     Chunk chunk;
     for (;;) {
-        // If all buffers of this worker are pending, it completes the oldest one before it takes work. Meanwhile,
-        // workers with a free buffer can take the work.
-        if (buffers_[next_buffer_].is_pending) {
+        // A worker whose buffers are all pending completes the oldest buffer before it takes work. Meanwhile, workers
+        // with a free buffer can take the work.
+        if (buffers_[next_buffer_index_].is_pending) {
             complete_oldest();
         }
-        // Every worker completes coalesced copies, because the worker that submitted one may be busy for a long time.
+        // Every worker completes coalesced copies, because the worker that submitted a copy may be busy for a long
+        // time.
         if (coalesced_copies_.is_any_submitted()) {
             current_stream_ = nullptr;
             while (coalesced_copies_.complete_oldest(false)) {
@@ -83,21 +88,22 @@ void Worker::run() {
         } else if (take_result == TakeResult::chunk && chunk.opens_coalesced_copy) {
             open_coalesced(chunk);
         } else if (take_result == TakeResult::chunk) {
-            const Buffer& newest = buffers_[(next_buffer_ + buffers_.size() - 1) % buffers_.size()];
-            while (pending_buffers_count_ != 0 && (fills_slab(chunk) || fills_slab(newest.chunk))) {
+            // A chunk that fills the slab uses the memory of all buffers, so no other chunk may be pending.
+            const Buffer& newest_buffer = buffers_[(next_buffer_index_ + buffers_.size() - 1) % buffers_.size()];
+            while (pending_buffers_count_ != 0 && (fills_slab(chunk) || fills_slab(newest_buffer.chunk))) {
                 complete_oldest();
             }
-            start(next_buffer_, chunk);
+            start(next_buffer_index_, chunk);
         } else if (!complete_oldest() && !complete_coalesced() && take_result == TakeResult::nothing) {
             return;
         }
     }
 }
 
-// Takes the next work. A worker that has just read from disk still holds its reservation, so it takes the next chunk of
-// the same job if there is one. Otherwise it wakes another worker. So the same few threads do all reads, and no read
-// waits until a thread wakes up. If all threads took turns, their staging memory would not fit into the processor
-// caches.
+// Takes the next work. A worker that has just read from a disk has kept its reservation until now, so it can take the
+// next chunk of the same job if there is one. Otherwise it wakes another worker. So the same few threads do all reads,
+// and no read waits until a thread wakes up. If all threads took turns, their staging memory would not fit into the
+// processor caches.
 TakeResult Worker::take(Chunk& chunk) {
     if (reserved_job_) {
         const std::shared_ptr<Job> job = std::move(reserved_job_);
@@ -160,16 +166,17 @@ std::byte* Worker::memory_of(std::size_t buffer_index, const Chunk& chunk) const
     return fills_slab(chunk) ? slab_ : slab_ + buffer_index * buffer_bytes_of(tuning_);
 }
 
-// Returns the number of parts from `first` on that follow each other in one file, and their size. One read or write
-// moves all of them, because they also follow each other in the staging memory.
-Worker::Run Worker::find_run_at(const Chunk& chunk, std::size_t first) {
+// Returns the number of parts from `first_index` on that follow each other in one file, and their size. One read or
+// write moves all of them, because they also follow each other in the staging memory.
+Worker::Run Worker::find_run_at(const Chunk& chunk, std::size_t first_index) {
     Run run{.parts_count = 0, .length = 0};
-    const Extent& begin = chunk.job->extent(chunk.parts[first]);
-    const std::uint64_t offset = begin.offset + chunk.parts[first].extent_offset;
-    for (std::size_t index = first; index < chunk.parts.size(); ++index) {
+    const Extent& first_extent = chunk.job->extent(chunk.parts[first_index]);
+    const std::uint64_t run_offset = first_extent.offset + chunk.parts[first_index].extent_offset;
+    for (std::size_t index = first_index; index < chunk.parts.size(); ++index) {
         const Part& part = chunk.parts[index];
         const Extent& extent = chunk.job->extent(part);
-        if (extent.file_index != begin.file_index || extent.offset + part.extent_offset != offset + run.length) {
+        if (extent.file_index != first_extent.file_index ||
+            extent.offset + part.extent_offset != run_offset + run.length) {
             break;
         }
         ++run.parts_count;
@@ -180,14 +187,14 @@ Worker::Run Worker::find_run_at(const Chunk& chunk, std::size_t first) {
 
 // Divides the bytes that one read or write has moved among the parts of its run. Reports a failure for the first part
 // that is not complete. Returns false if the run failed.
-bool Worker::distribute_result(Chunk& chunk, std::size_t first, const Run& run, const IoResult& result) {
-    std::uint64_t bytes = result.bytes;
+bool Worker::distribute_result(Chunk& chunk, std::size_t first_index, const Run& run, const IoResult& result) {
+    std::uint64_t bytes_left = result.bytes;
     bool is_reported = !result.failure;
-    for (std::size_t index = first; index < first + run.parts_count; ++index) {
+    for (std::size_t index = first_index; index < first_index + run.parts_count; ++index) {
         Part& part = chunk.parts[index];
-        part.done_bytes = std::min(bytes, part.length);
-        bytes -= part.done_bytes;
-        if (!is_reported && (part.done_bytes < part.length || index + 1 == first + run.parts_count)) {
+        part.done_bytes = std::min(bytes_left, part.length);
+        bytes_left -= part.done_bytes;
+        if (!is_reported && (part.done_bytes < part.length || index + 1 == first_index + run.parts_count)) {
             chunk.job->fail(part.extent_index, *result.failure);
             is_reported = true;
         }
@@ -222,33 +229,33 @@ bool Worker::wants_direct(const Chunk& chunk, const Part& part, std::uint64_t le
         return false;
     }
     const Residency residency = file.residency_of(extent.offset, length);
-    return residency.cached_pages * 2 < residency.pages && file.direct_fd() >= 0;
+    return residency.cached_pages_count * 2 < residency.pages_count && file.direct_fd() >= 0;
 }
 
 // Sets the position of each part in the staging memory. Throws Error if a file cannot be opened.
 void Worker::assign_staging_offsets(Chunk& chunk) {
     std::uint64_t staging_offset = 0;
     std::uint64_t slack_left_bytes = slack_bytes;
-    for (std::size_t first = 0; first < chunk.parts.size();) {
-        const Run run = find_run_at(chunk, first);
-        const Part& first_part = chunk.parts[first];
+    for (std::size_t first_index = 0; first_index < chunk.parts.size();) {
+        const Run run = find_run_at(chunk, first_index);
+        const Part& first_part = chunk.parts[first_index];
         const File& file = chunk.job->file(first_part);
-        const bool is_candidate =
+        const bool may_be_direct =
             2 * file.alignment_bytes() <= slack_left_bytes && wants_direct(chunk, first_part, run.length);
         // wants_direct() may have opened the file with O_DIRECT, which sets its real alignment.
         const std::uint64_t alignment = file.alignment_bytes();
-        const bool is_direct = is_candidate && 2 * alignment <= slack_left_bytes;
+        const bool is_direct = may_be_direct && 2 * alignment <= slack_left_bytes;
         if (is_direct) {
             slack_left_bytes -= 2 * alignment;
             staging_offset = align_up(staging_offset, alignment) +
                              leading_bytes(file, chunk.job->extent(first_part).offset + first_part.extent_offset);
         }
-        for (std::size_t index = first; index < first + run.parts_count; ++index) {
+        for (std::size_t index = first_index; index < first_index + run.parts_count; ++index) {
             chunk.parts[index].is_direct = is_direct;
             chunk.parts[index].staging_offset = staging_offset;
             staging_offset += chunk.parts[index].length;
         }
-        first += run.parts_count;
+        first_index += run.parts_count;
     }
 }
 
@@ -298,32 +305,32 @@ void Worker::start(std::size_t buffer_index, Chunk& chunk) {
     }
     buffer.is_pending = true;
     ++pending_buffers_count_;
-    next_buffer_ = (buffer_index + 1) % buffers_.size();
+    next_buffer_index_ = (buffer_index + 1) % buffers_.size();
 }
 
 void Worker::start_read(std::size_t buffer_index, CopyStream& stream) {
     Buffer& buffer = buffers_[buffer_index];
     Chunk& chunk = buffer.chunk;
     std::byte* const base = memory_of(buffer_index, chunk);
-    for (std::size_t first = 0; first < chunk.parts.size();) {
-        const Run run = find_run_at(chunk, first);
+    for (std::size_t first_index = 0; first_index < chunk.parts.size();) {
+        const Run run = find_run_at(chunk, first_index);
         IoResult result;
         try {
-            result = read_run(chunk, chunk.parts[first], run.length, base);
+            result = read_run(chunk, chunk.parts[first_index], run.length, base);
         } catch (const Error& error) {
             result.failure = error.failure();
         }
         buffer.direct_bytes += result.used_direct ? result.bytes : 0;
-        if (!distribute_result(chunk, first, run, result)) {
+        if (!distribute_result(chunk, first_index, run, result)) {
             break;
         }
-        first += run.parts_count;
+        first_index += run.parts_count;
     }
     if (chunk.holds_reservation) {
         reserved_job_ = chunk.job;
         chunk.holds_reservation = false;
     }
-    for_each_run(
+    for_each_device_copy(
         chunk, stream, [](const Part& part) { return part.done_bytes; },
         [&](std::uint64_t address, std::uint64_t staging_offset, std::uint64_t bytes) {
             stream.copy_to_device(address, base + staging_offset, bytes);
@@ -333,7 +340,7 @@ void Worker::start_read(std::size_t buffer_index, CopyStream& stream) {
 void Worker::start_write(std::size_t buffer_index, CopyStream& stream) {
     const Chunk& chunk = buffers_[buffer_index].chunk;
     std::byte* const base = memory_of(buffer_index, chunk);
-    for_each_run(
+    for_each_device_copy(
         chunk, stream, [](const Part& part) { return part.length; },
         [&](std::uint64_t address, std::uint64_t staging_offset, std::uint64_t bytes) {
             stream.copy_to_host(base + staging_offset, address, bytes);
@@ -345,7 +352,7 @@ bool Worker::complete_oldest() {
         return false;
     }
     const std::size_t count = buffers_.size();
-    complete((next_buffer_ + count - pending_buffers_count_) % count);
+    complete((next_buffer_index_ + count - pending_buffers_count_) % count);
     return true;
 }
 
@@ -374,19 +381,19 @@ void Worker::complete(std::size_t buffer_index) {
 
 std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
     std::uint64_t direct_bytes = 0;
-    for (std::size_t first = 0; first < chunk.parts.size();) {
-        const Run run = find_run_at(chunk, first);
+    for (std::size_t first_index = 0; first_index < chunk.parts.size();) {
+        const Run run = find_run_at(chunk, first_index);
         IoResult result;
         try {
-            result = write_run(chunk, chunk.parts[first], run.length, base);
+            result = write_run(chunk, chunk.parts[first_index], run.length, base);
         } catch (const Error& error) {
             result.failure = error.failure();
         }
         direct_bytes += result.used_direct ? result.bytes : 0;
-        if (!distribute_result(chunk, first, run, result)) {
+        if (!distribute_result(chunk, first_index, run, result)) {
             break;
         }
-        first += run.parts_count;
+        first_index += run.parts_count;
     }
     release_reservation(chunk);
     return direct_bytes;
@@ -405,10 +412,11 @@ void Worker::move_host_chunk(Chunk& chunk) {
             const std::uint64_t offset = extent.offset + part.extent_offset;
             auto* const memory = reinterpret_cast<std::byte*>(extent.address + part.extent_offset);
             part.is_direct = wants_direct(chunk, part, part.length);
+            // A low bit is set if the offset, the length or the address is not aligned.
             const std::uint64_t alignment_bits = offset | part.length | reinterpret_cast<std::uintptr_t>(memory);
             bool is_staged = part.is_direct && (alignment_bits & (file.alignment_bytes() - 1)) != 0;
             if (is_staged && 2 * file.alignment_bytes() > slack_bytes) {
-                // The partial blocks would overlap the next worker's staging memory.
+                // The partial blocks would overlap the next worker's staging memory. The page cache needs no alignment.
                 is_staged = part.is_direct = false;
             }
             std::byte* const base = is_staged ? slab_ : memory;

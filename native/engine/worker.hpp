@@ -1,5 +1,5 @@
-// A worker thread of the copy engine. It moves chunks of jobs through its part of the staging memory, its slab. The
-// slab is divided into buffers, so that the device copies one buffer while the worker reads into the next.
+// A worker thread of the copy engine. It moves chunks of jobs through its slab, which is its part of the staging
+// memory. The slab is divided into buffers, so that the device copies one buffer while the worker reads into the next.
 #pragma once
 
 #include <cstddef>
@@ -19,9 +19,10 @@ class Dispatcher {
 public:
     // Takes work for the calling worker. Waits for work if `may_wait` is set.
     virtual TakeResult take_work(Chunk& chunk, bool may_wait) = 0;
-    // Wakes another worker. A worker calls this when it has made work available that it may not take itself.
+    // Wakes another worker. A worker calls this function when it has made work available that it does not take itself.
     virtual void wake_another_worker() = 0;
-    // Lets other workers fill a coalesced copy, and open the next copy. `copy` is null if the open has failed.
+    // Lets other workers fill a coalesced copy, and open the next copy. `copy` is null if the coalesced copy could not
+    // be opened.
     virtual void publish(std::shared_ptr<CoalescedCopy> copy) = 0;
 
 protected:
@@ -44,7 +45,7 @@ private:
     struct Buffer {
         Chunk chunk;
         CopyStream* stream = nullptr;
-        std::uint64_t direct_bytes = 0;
+        std::uint64_t direct_bytes = 0; // Bytes of the chunk that O_DIRECT moved.
         bool is_pending = false;
     };
 
@@ -54,7 +55,7 @@ private:
         std::uint64_t length;
     };
 
-    // Returns whether the chunk fills the whole slab, whose buffers must then be empty.
+    // Returns whether the chunk is larger than a buffer. It then uses the whole slab, so no buffer may be pending.
     bool fills_slab(const Chunk& chunk) const noexcept { return chunk.bytes > tuning_.chunk_bytes; }
     TakeResult take(Chunk& chunk);
     bool is_idle() const noexcept;
@@ -67,18 +68,20 @@ private:
     void start_write(std::size_t buffer_index, CopyStream& stream);
     // Waits for the copy of a pending buffer. For a write, writes its bytes to the files. Completes the chunk.
     void complete(std::size_t buffer_index);
+    // Completes the oldest pending buffer. Returns false if no buffer is pending.
     bool complete_oldest();
     void move_host_chunk(Chunk& chunk);
     // Returns the stream for a device and makes its context current. Creates the stream at the first use.
     CopyStream& stream_of(int device);
     void assign_staging_offsets(Chunk& chunk);
-    static Run find_run_at(const Chunk& chunk, std::size_t first);
-    static bool distribute_result(Chunk& chunk, std::size_t first, const Run& run, const IoResult& result);
+    static Run find_run_at(const Chunk& chunk, std::size_t first_index);
+    static bool distribute_result(Chunk& chunk, std::size_t first_index, const Run& run, const IoResult& result);
     bool wants_direct(const Chunk& chunk, const Part& part, std::uint64_t length);
     // read_run() and write_run() move `length` bytes of the file: a part and the parts that follow it in its run.
-    // `base` is the begin of the staging memory.
+    // `base` is the beginning of the staging memory of the chunk, or of a part that is not staged.
     IoResult read_run(const Chunk& chunk, const Part& part, std::uint64_t length, std::byte* base);
     IoResult write_run(const Chunk& chunk, const Part& part, std::uint64_t length, const std::byte* base);
+    // Writes the staged bytes of a chunk to its files. Returns how many bytes were written with O_DIRECT.
     std::uint64_t write_parts(Chunk& chunk, const std::byte* base);
     void fail_chunk(Chunk& chunk, const Failure& failure);
     void complete_chunk(Chunk& chunk, std::uint64_t direct_bytes);
@@ -95,12 +98,12 @@ private:
     std::vector<Buffer> buffers_;
     // Index of the buffer for the next chunk. The buffers form a ring, in which the pending buffers precede this
     // buffer.
-    std::size_t next_buffer_ = 0;
+    std::size_t next_buffer_index_ = 0;
     std::size_t pending_buffers_count_ = 0;
     // The job of the last read from a disk, whose reservation this worker still has.
     std::shared_ptr<Job> reserved_job_;
     CopyStream* current_stream_ = nullptr; // The stream whose context is current on this thread, or null if unknown.
-    std::map<int, std::unique_ptr<CopyStream>> streams_;
+    std::map<int, std::unique_ptr<CopyStream>> streams_; // The keys are the devices.
 };
 
 } // namespace gdrkit::engine

@@ -17,22 +17,25 @@ namespace gdrkit::storage {
 
 namespace {
 
+// The polynomial of CRC32C. All polynomials here are bit-reflected: bit 31 is the coefficient of x^0.
 constexpr std::uint32_t polynomial = 0x82f63b78;
 
+// Table 0 has the CRC of each byte. Table n has the CRC of each byte followed by n zero bytes.
 using Tables = std::array<std::array<std::uint32_t, 256>, 8>;
 
 constexpr Tables make_tables() {
     Tables tables{};
     for (std::uint32_t byte = 0; byte < 256; ++byte) {
-        std::uint32_t value = byte;
+        std::uint32_t crc = byte;
         for (int bit = 0; bit < 8; ++bit) {
-            value = value >> 1 ^ ((value & 1) != 0 ? polynomial : 0);
+            crc = crc >> 1 ^ ((crc & 1) != 0 ? polynomial : 0);
         }
-        tables[0][byte] = value;
+        tables[0][byte] = crc;
     }
     for (std::uint32_t byte = 0; byte < 256; ++byte) {
-        for (std::size_t slice = 1; slice < 8; ++slice) {
-            tables[slice][byte] = tables[slice - 1][byte] >> 8 ^ tables[0][tables[slice - 1][byte] & 255];
+        for (std::size_t table_index = 1; table_index < 8; ++table_index) {
+            tables[table_index][byte] =
+                tables[table_index - 1][byte] >> 8 ^ tables[0][tables[table_index - 1][byte] & 255];
         }
     }
     return tables;
@@ -68,21 +71,23 @@ constexpr std::uint32_t power_of_x_for_bytes(std::uint64_t bytes) noexcept {
     return product;
 }
 
-// The CRC instruction has a latency of three cycles, and one can start in every cycle. So crc_by_instruction()
-// processes three strides of this size at the same time, and combines their CRCs. Three strides are a few bytes less
-// than a page.
+// The CRC instruction has a latency of three cycles, and the processor can start one in every cycle. So
+// crc_by_instruction() processes three strides of this size at the same time, and combines their CRCs. Three strides
+// are a few bytes less than a page.
 constexpr std::size_t stride_bytes = 1360;
 
+// Table n has, for each value of byte n of a CRC, the CRC of this byte after one stride of zeros.
 using ShiftTables = std::array<std::array<std::uint32_t, 256>, 4>;
 
 constexpr ShiftTables make_shift_tables() {
     ShiftTables shift{};
     const std::uint32_t power = power_of_x_for_bytes(stride_bytes);
-    for (std::size_t slice = 0; slice < 4; ++slice) {
+    for (std::size_t table_index = 0; table_index < 4; ++table_index) {
         for (std::uint32_t bit = 0; bit < 8; ++bit) {
-            const std::uint32_t shifted_bit = multiply(power, 1U << (8 * slice + bit));
+            const std::uint32_t shifted_bit = multiply(power, 1U << (8 * table_index + bit));
+            // The entry of a byte is the exclusive or of the entries of its bits.
             for (std::uint32_t byte = 1U << bit; byte < 2U << bit; ++byte) {
-                shift[slice][byte] = shift[slice][byte ^ 1U << bit] ^ shifted_bit;
+                shift[table_index][byte] = shift[table_index][byte ^ 1U << bit] ^ shifted_bit;
             }
         }
     }
@@ -91,10 +96,10 @@ constexpr ShiftTables make_shift_tables() {
 
 constexpr ShiftTables shift_tables = make_shift_tables();
 
-// Returns the CRC of some bytes followed by one stride of zeros. `value` is the CRC of the bytes.
-inline std::uint32_t shift_by_stride(std::uint32_t value) noexcept {
-    return shift_tables[0][value & 255] ^ shift_tables[1][value >> 8 & 255] ^ shift_tables[2][value >> 16 & 255] ^
-           shift_tables[3][value >> 24];
+// Returns the CRC of some bytes followed by one stride of zeros. `crc` is the CRC of the bytes.
+inline std::uint32_t shift_by_stride(std::uint32_t crc) noexcept {
+    return shift_tables[0][crc & 255] ^ shift_tables[1][crc >> 8 & 255] ^ shift_tables[2][crc >> 16 & 255] ^
+           shift_tables[3][crc >> 24];
 }
 
 std::uint64_t load_word(const unsigned char* bytes) noexcept {
@@ -109,57 +114,58 @@ std::uint64_t load_word(const unsigned char* bytes) noexcept {
 bool has_crc_instruction() noexcept {
     return __builtin_cpu_supports("sse4.2");
 }
-GDRKIT_CRC_TARGET inline std::uint32_t crc_step_8_bytes(std::uint32_t value, std::uint64_t word) noexcept {
-    return static_cast<std::uint32_t>(_mm_crc32_u64(value, word));
+GDRKIT_CRC_TARGET inline std::uint32_t crc_step_8_bytes(std::uint32_t crc, std::uint64_t word) noexcept {
+    return static_cast<std::uint32_t>(_mm_crc32_u64(crc, word));
 }
-GDRKIT_CRC_TARGET inline std::uint32_t crc_step_1_byte(std::uint32_t value, unsigned char byte) noexcept {
-    return _mm_crc32_u8(value, byte);
+GDRKIT_CRC_TARGET inline std::uint32_t crc_step_1_byte(std::uint32_t crc, unsigned char byte) noexcept {
+    return _mm_crc32_u8(crc, byte);
 }
 #else
 bool has_crc_instruction() noexcept {
     return (getauxval(AT_HWCAP) & (1UL << 7)) != 0; // HWCAP_CRC32
 }
-GDRKIT_CRC_TARGET inline std::uint32_t crc_step_8_bytes(std::uint32_t value, std::uint64_t word) noexcept {
-    return __crc32cd(value, word);
+GDRKIT_CRC_TARGET inline std::uint32_t crc_step_8_bytes(std::uint32_t crc, std::uint64_t word) noexcept {
+    return __crc32cd(crc, word);
 }
-GDRKIT_CRC_TARGET inline std::uint32_t crc_step_1_byte(std::uint32_t value, unsigned char byte) noexcept {
-    return __crc32cb(value, byte);
+GDRKIT_CRC_TARGET inline std::uint32_t crc_step_1_byte(std::uint32_t crc, unsigned char byte) noexcept {
+    return __crc32cb(crc, byte);
 }
 #endif
 
-// Returns the CRC after these bytes. `value` is the CRC before them. The values are not inverted.
+// Returns the CRC after these bytes. `crc` is the CRC before these bytes. Unlike in crc32c(), neither CRC
+// is inverted.
 GDRKIT_CRC_TARGET std::uint32_t crc_by_instruction(const unsigned char* bytes, std::size_t size,
-                                                   std::uint32_t value) noexcept {
+                                                   std::uint32_t crc) noexcept {
     for (; size >= 3 * stride_bytes; bytes += 3 * stride_bytes, size -= 3 * stride_bytes) {
-        std::uint32_t second = 0, third = 0;
+        std::uint32_t second_crc = 0, third_crc = 0;
         for (std::size_t offset = 0; offset < stride_bytes; offset += 8) {
-            value = crc_step_8_bytes(value, load_word(bytes + offset));
-            second = crc_step_8_bytes(second, load_word(bytes + stride_bytes + offset));
-            third = crc_step_8_bytes(third, load_word(bytes + 2 * stride_bytes + offset));
+            crc = crc_step_8_bytes(crc, load_word(bytes + offset));
+            second_crc = crc_step_8_bytes(second_crc, load_word(bytes + stride_bytes + offset));
+            third_crc = crc_step_8_bytes(third_crc, load_word(bytes + 2 * stride_bytes + offset));
         }
-        value = shift_by_stride(shift_by_stride(value) ^ second) ^ third;
+        crc = shift_by_stride(shift_by_stride(crc) ^ second_crc) ^ third_crc;
     }
     for (; size >= 8; bytes += 8, size -= 8) {
-        value = crc_step_8_bytes(value, load_word(bytes));
+        crc = crc_step_8_bytes(crc, load_word(bytes));
     }
     for (; size != 0; ++bytes, --size) {
-        value = crc_step_1_byte(value, *bytes);
+        crc = crc_step_1_byte(crc, *bytes);
     }
-    return value;
+    return crc;
 }
 
 // Computes the CRCs of three consecutive chunks at the same time.
 GDRKIT_CRC_TARGET void crc_three_chunks(const unsigned char* bytes, std::size_t chunk_bytes,
-                                        std::uint32_t* values) noexcept {
-    std::uint32_t first = ~0U, second = ~0U, third = ~0U;
+                                        std::uint32_t* crcs) noexcept {
+    std::uint32_t first_crc = ~0U, second_crc = ~0U, third_crc = ~0U;
     for (std::size_t offset = 0; offset < chunk_bytes; offset += 8) {
-        first = crc_step_8_bytes(first, load_word(bytes + offset));
-        second = crc_step_8_bytes(second, load_word(bytes + chunk_bytes + offset));
-        third = crc_step_8_bytes(third, load_word(bytes + 2 * chunk_bytes + offset));
+        first_crc = crc_step_8_bytes(first_crc, load_word(bytes + offset));
+        second_crc = crc_step_8_bytes(second_crc, load_word(bytes + chunk_bytes + offset));
+        third_crc = crc_step_8_bytes(third_crc, load_word(bytes + 2 * chunk_bytes + offset));
     }
-    values[0] = ~first;
-    values[1] = ~second;
-    values[2] = ~third;
+    crcs[0] = ~first_crc;
+    crcs[1] = ~second_crc;
+    crcs[2] = ~third_crc;
 }
 
 #else
@@ -167,8 +173,8 @@ GDRKIT_CRC_TARGET void crc_three_chunks(const unsigned char* bytes, std::size_t 
 bool has_crc_instruction() noexcept {
     return false;
 }
-std::uint32_t crc_by_instruction(const unsigned char*, std::size_t, std::uint32_t value) noexcept {
-    return value;
+std::uint32_t crc_by_instruction(const unsigned char*, std::size_t, std::uint32_t crc) noexcept {
+    return crc;
 }
 void crc_three_chunks(const unsigned char*, std::size_t, std::uint32_t*) noexcept {}
 
@@ -177,8 +183,8 @@ void crc_three_chunks(const unsigned char*, std::size_t, std::uint32_t*) noexcep
 const bool use_crc_instruction = has_crc_instruction();
 
 // Folding combines each 256 bytes with the next 256 bytes, so that at the end the last 256 bytes have the CRC of all
-// bytes. It needs a processor with vector carry-less multiplication (four products at a time), and is twice as fast as
-// the CRC instruction.
+// bytes. Folding needs a processor with vector carry-less multiplication (four products at a time), and is twice as
+// fast as the CRC instruction.
 #if defined(__x86_64__)
 
 #define GDRKIT_FOLD_TARGET __attribute__((target("sse4.2,pclmul,avx512f,avx512vl,vpclmulqdq")))
@@ -203,7 +209,8 @@ constexpr std::int64_t shift_factor(unsigned bits) noexcept {
 
 // Shifts each 128 bits of `block` by the factors and combines the result with `next`.
 GDRKIT_FOLD_TARGET inline __m512i fold(__m512i block, __m512i factors, __m512i next) noexcept {
-    // The low word of each 128 bits has the higher powers, so it must be shifted 64 bits further.
+    // The low word of each 128 bits has the higher powers, so it must be shifted 64 bits further. The last argument
+    // selects the low words (0x00) or the high words (0x11) of both operands.
     const __m512i low = _mm512_clmulepi64_epi128(block, factors, 0x00);
     const __m512i high = _mm512_clmulepi64_epi128(block, factors, 0x11);
     return _mm512_ternarylogic_epi64(low, high, next, 0x96); // 0x96 means the exclusive or of the three.
@@ -211,17 +218,19 @@ GDRKIT_FOLD_TARGET inline __m512i fold(__m512i block, __m512i factors, __m512i n
 
 // Like crc_by_instruction. `size` is a multiple of fold_bytes and not 0.
 GDRKIT_FOLD_TARGET std::uint32_t crc_by_folding(const unsigned char* bytes, std::size_t size,
-                                                std::uint32_t value) noexcept {
+                                                std::uint32_t crc) noexcept {
     // "far" is the distance to the next 256 bytes (2048 bits), "near" the distance to the next 64 bytes (512 bits).
     constexpr std::int64_t far_high = shift_factor(2048), far_low = shift_factor(2048 + 64);
     constexpr std::int64_t near_high = shift_factor(512), near_low = shift_factor(512 + 64);
     const __m512i far = _mm512_set4_epi64(far_high, far_low, far_high, far_low);
     const __m512i near = _mm512_set4_epi64(near_high, near_low, near_high, near_low);
+    // The parts are 64 bytes each. The CRC before the bytes is combined with the first bytes. Then each part is folded
+    // into the part 256 bytes after it, and at the end the parts are folded into the last part.
     __m512i parts[4];
     for (std::size_t part = 0; part < 4; ++part) {
         parts[part] = _mm512_loadu_si512(bytes + 64 * part);
     }
-    parts[0] = _mm512_xor_si512(parts[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(value))));
+    parts[0] = _mm512_xor_si512(parts[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
     for (std::size_t offset = fold_bytes; offset < size; offset += fold_bytes) {
         for (std::size_t part = 0; part < 4; ++part) {
             parts[part] = fold(parts[part], far, _mm512_loadu_si512(bytes + offset + 64 * part));
@@ -243,8 +252,8 @@ bool can_fold() noexcept {
 #else
 
 constexpr std::size_t fold_bytes = 1, folding_min_bytes = 1;
-std::uint32_t crc_by_folding(const unsigned char*, std::size_t, std::uint32_t value) noexcept {
-    return value;
+std::uint32_t crc_by_folding(const unsigned char*, std::size_t, std::uint32_t crc) noexcept {
+    return crc;
 }
 bool can_fold() noexcept {
     return false;
@@ -258,19 +267,18 @@ const bool use_folding = can_fold();
 
 std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t initial) noexcept {
     const auto* bytes = static_cast<const unsigned char*>(data);
-    std::uint32_t value = ~initial;
+    std::uint32_t crc = ~initial;
     for (; size >= 8; bytes += 8, size -= 8) {
-        const std::uint64_t word =
-            load_word(bytes) ^ value; // This is right for little endian, which frames.hpp asserts.
-        value = 0;
-        for (std::size_t slice = 0; slice < 8; ++slice) {
-            value ^= tables[7 - slice][word >> (8 * slice) & 255];
+        const std::uint64_t word = load_word(bytes) ^ crc; // Needs little endian, which frames.hpp asserts.
+        crc = 0;
+        for (std::size_t byte_index = 0; byte_index < 8; ++byte_index) {
+            crc ^= tables[7 - byte_index][word >> (8 * byte_index) & 255];
         }
     }
     for (; size != 0; ++bytes, --size) {
-        value = value >> 8 ^ tables[0][(value ^ *bytes) & 255];
+        crc = crc >> 8 ^ tables[0][(crc ^ *bytes) & 255];
     }
-    return ~value;
+    return ~crc;
 }
 
 std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t initial) noexcept {
@@ -278,30 +286,30 @@ std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t initial) 
         return crc32c_portable(data, size, initial);
     }
     const auto* bytes = static_cast<const unsigned char*>(data);
-    std::uint32_t value = ~initial;
+    std::uint32_t crc = ~initial;
     if (use_folding && size >= folding_min_bytes) {
         const std::size_t folded_bytes = size / fold_bytes * fold_bytes;
-        value = crc_by_folding(bytes, folded_bytes, value);
+        crc = crc_by_folding(bytes, folded_bytes, crc);
         bytes += folded_bytes;
         size -= folded_bytes;
     }
-    return ~crc_by_instruction(bytes, size, value);
+    return ~crc_by_instruction(bytes, size, crc);
 }
 
-void crc32c_chunks(const std::byte* data, std::size_t chunk_bytes, std::size_t count, std::uint32_t* values) noexcept {
+void crc32c_chunks(const std::byte* data, std::size_t chunk_bytes, std::size_t count, std::uint32_t* crcs) noexcept {
     const auto* bytes = reinterpret_cast<const unsigned char*>(data);
     if (use_crc_instruction && !use_folding && chunk_bytes % 8 == 0) {
-        for (; count >= 3; count -= 3, bytes += 3 * chunk_bytes, values += 3) {
-            crc_three_chunks(bytes, chunk_bytes, values);
+        for (; count >= 3; count -= 3, bytes += 3 * chunk_bytes, crcs += 3) {
+            crc_three_chunks(bytes, chunk_bytes, crcs);
         }
     }
     for (; count != 0; --count, bytes += chunk_bytes) {
-        *values++ = crc32c(bytes, chunk_bytes);
+        *crcs++ = crc32c(bytes, chunk_bytes);
     }
 }
 
-std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second, std::uint64_t second_bytes) noexcept {
-    return multiply(first, power_of_x_for_bytes(second_bytes)) ^ second;
+std::uint32_t crc32c_combine(std::uint32_t first_crc, std::uint32_t second_crc, std::uint64_t second_bytes) noexcept {
+    return multiply(first_crc, power_of_x_for_bytes(second_bytes)) ^ second_crc;
 }
 
 } // namespace gdrkit::storage

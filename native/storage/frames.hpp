@@ -13,8 +13,8 @@ static_assert(std::endian::native == std::endian::little, "the structs below are
 
 inline constexpr std::uint32_t frame_magic = 0x53524447; // "GDRS" in memory.
 inline constexpr std::uint16_t frame_version = 1;
-inline constexpr std::uint32_t control_bytes_max = 65536;
-inline constexpr std::uint32_t operations_max = 1024;
+inline constexpr std::uint32_t control_bytes_max = 65536; // Largest payload of a control frame.
+inline constexpr std::uint32_t operations_max = 1024;     // Most operations or results in a frame.
 
 enum class FrameType : std::uint16_t { control_request = 1, control_reply = 2, io_request = 3, io_reply = 4 };
 
@@ -24,11 +24,11 @@ struct FrameHeader {
     std::uint16_t type;
     std::uint32_t length; // Length of the payload, in bytes.
     std::uint32_t count;  // Number of operations or results. 0 in a control frame.
-    // The client chooses this number, and the control reply repeats it. It is 0 in an io_reply, whose results have
-    // tags.
+    // The client chooses this number, and the control reply repeats it. The sequence of an io_reply is 0, because each
+    // result has a tag.
     std::uint64_t sequence;
     std::uint32_t payload_crc32c;
-    std::uint32_t header_crc32c; // CRC32C of the 28 bytes before it.
+    std::uint32_t header_crc32c; // CRC32C of the first 28 bytes of the header.
 };
 static_assert(sizeof(FrameHeader) == 32 && offsetof(FrameHeader, sequence) == 16 &&
               offsetof(FrameHeader, header_crc32c) == 28);
@@ -44,12 +44,13 @@ inline constexpr std::uint8_t checksum_wanted = 4; // The result has the CRC32C 
 // The result lists the holes of the range, and the server does not write zeros to the memory of the holes.
 inline constexpr std::uint8_t report_holes = 8;
 
+// A read or write of an io_request. The server reads or writes the client's memory by RDMA.
 struct Operation {
-    std::uint64_t tag; // The client chooses the tag, and the result repeats it.
-    std::uint64_t handle;
+    std::uint64_t tag;    // The client chooses the tag, and the result repeats it.
+    std::uint64_t handle; // Handle of the open file.
     std::uint64_t file_offset;
     std::uint64_t length;
-    std::uint64_t remote_address;
+    std::uint64_t remote_address; // Address of the client's memory, which has the key `rkey`.
     std::uint32_t rkey;
     std::uint16_t queue_pair; // Index of the session's queue pair for the transfer.
     std::uint8_t opcode;
@@ -66,7 +67,7 @@ inline constexpr std::uint32_t checksum_valid = 1; // A flag of a result.
 // order.
 struct Result {
     std::uint64_t tag;
-    std::int64_t result; // Number of bytes (fewer than requested at the end of the file), or -errno.
+    std::int64_t result; // Number of moved bytes (fewer than requested at the end of the file), or -errno.
     std::uint32_t checksum;
     std::uint32_t flags;
     std::uint32_t holes; // Number of the result's HoleExtents in the frame.

@@ -1,4 +1,5 @@
-// gdrkit.storage._engine: the native functions of the Python server. Every function that may block releases the GIL.
+// gdrkit.storage._engine, the native part of the storage server, whose control part is Python. Methods that may wait
+// for a disk, a device or a thread release the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -29,7 +30,8 @@ namespace {
     throw nb::python_error();
 }
 
-// Runs a function without the GIL and returns its result. Native exceptions become an OSError with the errno.
+// Runs a function without the GIL and returns its result. Turns a verbs::Error or std::system_error into an OSError
+// with the same errno.
 template <typename Function> auto without_gil(const Function& function) {
     int error_number = 0;
     std::string message;
@@ -38,7 +40,7 @@ template <typename Function> auto without_gil(const Function& function) {
         try {
             return function();
         } catch (const verbs::Error& error) {
-            error_number = error.number();
+            error_number = error.error_number();
             message = error.what();
         } catch (const std::system_error& error) {
             error_number = error.code().value();
@@ -55,24 +57,24 @@ void check_status(int status, const char* function_name) {
     }
 }
 
-// The memory of an object with the buffer protocol, exported until the destructor.
-struct Bytes {
-    explicit Bytes(nb::handle object) {
+// Holds the memory of an object with the buffer protocol. The object cannot free or resize it until the destructor.
+struct BufferView {
+    explicit BufferView(nb::handle object) {
         if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_SIMPLE) != 0) {
             throw nb::python_error();
         }
     }
-    Bytes(const Bytes&) = delete;
-    Bytes& operator=(const Bytes&) = delete;
-    ~Bytes() { PyBuffer_Release(&view); }
+    BufferView(const BufferView&) = delete;
+    BufferView& operator=(const BufferView&) = delete;
+    ~BufferView() { PyBuffer_Release(&view); }
     Py_buffer view{};
 };
 
-template <std::uint32_t (*function)(const void*, std::size_t, std::uint32_t) noexcept>
-std::uint32_t checksum(nb::handle data, std::uint32_t initial) {
-    const Bytes bytes(data);
+template <std::uint32_t (*compute_crc)(const void*, std::size_t, std::uint32_t) noexcept>
+std::uint32_t compute_checksum(nb::handle data, std::uint32_t initial) {
+    const BufferView buffer(data);
     const GilRelease release;
-    return function(bytes.view.buf, static_cast<std::size_t>(bytes.view.len), initial);
+    return compute_crc(buffer.view.buf, static_cast<std::size_t>(buffer.view.len), initial);
 }
 
 verbs::Endpoint parse_endpoint(const nb::dict& fields) {
@@ -112,14 +114,14 @@ std::map<std::string, std::uint64_t> read_counters(Store& store) {
 
 void bind_files(nb::module_& module) {
     nb::class_<Store>(module, "Store",
-                      "The files of a store and their checksums. The caller owns the descriptor of the folder.")
+                      "The files of a store and their checksums. The caller keeps `sums_folder` open and closes it.")
         .def(
             "__init__",
-            [](Store* self, int folder, std::uint32_t chunk_bytes, int generation) {
+            [](Store* self, int sums_folder, std::uint32_t chunk_bytes, int generation_fd) {
                 if (chunk_bytes < 4096 || chunk_bytes > 65536 || (chunk_bytes & (chunk_bytes - 1)) != 0) {
                     raise_os_error(EINVAL, "chunk_bytes must be a power of two from 4096 to 65536");
                 }
-                new (self) Store(folder, chunk_bytes, generation);
+                new (self) Store(sums_folder, chunk_bytes, generation_fd);
             },
             "sums_folder"_a, "chunk_bytes"_a, nb::kw_only(), "generation"_a = -1)
         .def(
@@ -129,7 +131,7 @@ void bind_files(nb::module_& module) {
                 return without_gil([&] { return self.adopt(std::move(owned_descriptor), may_read, may_write); });
             },
             "fd"_a, nb::kw_only(), "read"_a, "write"_a,
-            "Open the file of a descriptor. The object owns the descriptor, even if this raises.")
+            "Return an OpenFile that owns the descriptor. If this function raises, it closes the descriptor.")
         .def("remove_sums", &Store::remove_sums, "inode"_a, nb::call_guard<GilRelease>())
         .def("counters", &read_counters);
     nb::class_<OpenFile>(module, "OpenFile", "An open file. It is closed with its last reference.")
@@ -138,8 +140,8 @@ void bind_files(nb::module_& module) {
         .def_ro("may_write", &OpenFile::may_write)
         .def(
             "truncate",
-            [](OpenFile& self, std::uint64_t size) {
-                check_status(without_gil([&] { return self.inode->truncate(self.fd.get(), size); }), "ftruncate");
+            [](OpenFile& self, std::uint64_t size_bytes) {
+                check_status(without_gil([&] { return self.inode->truncate(self.fd.get(), size_bytes); }), "ftruncate");
             },
             "size_bytes"_a)
         .def(
@@ -159,8 +161,9 @@ void bind_files(nb::module_& module) {
 }
 
 void bind_sessions(nb::module_& module) {
-    nb::class_<Fabric>(module, "Fabric",
-                       "Open RDMA devices. An empty list of names opens every device with an active port.")
+    nb::class_<Fabric>(
+        module, "Fabric",
+        "The open RDMA devices of a server. An empty list of names opens every device with an active port.")
         .def(
             "__init__",
             [](Fabric* self, const std::vector<std::string>& names) {
@@ -178,9 +181,10 @@ void bind_sessions(nb::module_& module) {
         .def(
             "__init__",
             [](Session* self, std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
-               const std::vector<nb::dict>& endpoints, std::uint32_t outstanding_max, std::uint64_t length_bytes_max) {
+               const std::vector<nb::dict>& peer_endpoints, std::uint32_t outstanding_max,
+               std::uint64_t length_bytes_max) {
                 std::vector<verbs::Endpoint> peers;
-                for (const nb::dict& endpoint : endpoints) {
+                for (const nb::dict& endpoint : peer_endpoints) {
                     peers.push_back(parse_endpoint(endpoint));
                 }
                 SessionLimits limits;
@@ -207,7 +211,8 @@ void bind_sessions(nb::module_& module) {
                 Descriptor owned_descriptor(fd);
                 without_gil([&] { self.start(std::move(owned_descriptor)); });
             },
-            "data_fd"_a, "Serve a data connection. The object owns the descriptor, even if this raises.")
+            "data_fd"_a,
+            "Start the thread that serves the data connection. The session owns the descriptor, even if this raises.")
         .def("close", &Session::close, nb::call_guard<GilRelease>());
 }
 
@@ -219,16 +224,16 @@ NB_MODULE(_engine, module) {
     namespace gs = gdrkit::storage;
     module.doc() = "The native part of the storage service: RDMA transfers, files and their checksums.";
     module.attr("CHECKSUM_GIVEN_BYTES_MAX") = gs::SessionLimits{}.segment_bytes;
-    module.def("crc32c", &gs::checksum<gs::crc32c>, "data"_a, "initial"_a = 0);
-    module.def("crc32c_portable", &gs::checksum<gs::crc32c_portable>, "data"_a, "initial"_a = 0);
+    module.def("crc32c", &gs::compute_checksum<gs::crc32c>, "data"_a, "initial"_a = 0);
+    module.def("crc32c_portable", &gs::compute_checksum<gs::crc32c_portable>, "data"_a, "initial"_a = 0);
     module.def("crc32c_combine", &gs::crc32c_combine, "first"_a, "second"_a, "second_bytes"_a);
     module.def(
         "open_beneath",
         [](int folder, const nb::bytes& path, int flags, unsigned mode, bool by_steps) {
-            const std::string name(path.c_str(), path.size());
+            const std::string path_string(path.c_str(), path.size());
             const int descriptor = gs::without_gil([&] {
-                return by_steps ? gs::open_beneath_by_steps(folder, name, flags, mode)
-                                : gs::open_beneath(folder, name, flags, mode);
+                return by_steps ? gs::open_beneath_by_steps(folder, path_string, flags, mode)
+                                : gs::open_beneath(folder, path_string, flags, mode);
             });
             gs::check_status(descriptor, "open");
             return descriptor;
@@ -236,10 +241,13 @@ NB_MODULE(_engine, module) {
         "folder"_a, "path"_a, "flags"_a, "mode"_a = 0, "by_steps"_a = false);
     module.def(
         "rename",
-        [](int from, const nb::bytes& name, int to, const nb::bytes& new_name, bool exclusive, bool exchange) {
+        [](int from_folder, const nb::bytes& name, int to_folder, const nb::bytes& new_name, bool exclusive,
+           bool exchange) {
             const unsigned flags = (exclusive ? RENAME_NOREPLACE : 0U) | (exchange ? RENAME_EXCHANGE : 0U);
             gs::check_status(gs::without_gil([&] {
-                                 return renameat2(from, name.c_str(), to, new_name.c_str(), flags) != 0 ? -errno : 0;
+                                 return renameat2(from_folder, name.c_str(), to_folder, new_name.c_str(), flags) != 0
+                                            ? -errno
+                                            : 0;
                              }),
                              "renameat2");
         },

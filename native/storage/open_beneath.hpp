@@ -10,7 +10,8 @@ namespace gdrkit::storage {
 // -errno.
 int open_beneath(int folder, const std::string& path, int flags, unsigned mode);
 
-// Like open_beneath, for kernels without openat2(2) (before 5.6). Opens the path name by name.
+// Does the same for kernels without openat2(2) (before 5.6): opens one folder of the path after the other. Refuses
+// every ".." (EXDEV), also if the path stays below the folder.
 int open_beneath_by_steps(int folder, const std::string& path, int flags, unsigned mode);
 
 } // namespace gdrkit::storage

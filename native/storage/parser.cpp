@@ -1,4 +1,4 @@
-// The checks of received frames: their headers, checksums, operations and results.
+// Parses and checks received frames (headers, checksums, operations and results), and builds frames to send.
 #include "storage/parser.hpp"
 
 #include <cstring>
@@ -111,13 +111,13 @@ bool parse_results(const FrameHeader& header, std::span<const std::byte> payload
         return false;
     }
     results.resize(header.count);
-    const std::size_t result_bytes = header.count * sizeof(Result);
-    std::memcpy(results.data(), payload.data(), result_bytes);
-    holes.resize((payload.size() - result_bytes) / sizeof(HoleExtent));
+    const std::size_t results_bytes = header.count * sizeof(Result);
+    std::memcpy(results.data(), payload.data(), results_bytes);
+    holes.resize((payload.size() - results_bytes) / sizeof(HoleExtent));
     if (!holes.empty()) {
-        std::memcpy(holes.data(), payload.data() + result_bytes, payload.size() - result_bytes);
+        std::memcpy(holes.data(), payload.data() + results_bytes, payload.size() - results_bytes);
     }
-    std::size_t hole_index = 0; // Index in the holes of all results.
+    std::size_t hole_index = 0; // Index in `holes`, which lists the holes of all results one after the other.
     for (const Result& result : results) {
         if ((result.flags & ~checksum_valid) != 0 || result.reserved != 0 || result.holes > holes_max ||
             result.holes > holes.size() - hole_index) {
@@ -127,9 +127,9 @@ bool parse_results(const FrameHeader& header, std::span<const std::byte> payload
         std::uint64_t previous_end = 0;
         for (std::uint32_t index = 0; index < result.holes; ++index, ++hole_index) {
             const HoleExtent& hole = holes[hole_index];
-            const std::uint64_t limit = result.result < 0 ? 0 : static_cast<std::uint64_t>(result.result);
-            if (hole.length == 0 || hole.offset < previous_end || hole.offset > limit ||
-                hole.length > limit - hole.offset) {
+            const std::uint64_t read_bytes = result.result < 0 ? 0 : static_cast<std::uint64_t>(result.result);
+            if (hole.length == 0 || hole.offset < previous_end || hole.offset > read_bytes ||
+                hole.length > read_bytes - hole.offset) {
                 refusal = "a hole is empty, out of order or outside of its result";
                 return false;
             }

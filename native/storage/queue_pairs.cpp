@@ -1,4 +1,5 @@
-// The RDMA devices of a storage server, and how a session posts transfers to its queue pairs and polls them.
+// Opens the RDMA devices of a storage server. Posts the transfers of a session to its queue pairs, and polls the
+// completion queues.
 #include "storage/queue_pairs.hpp"
 
 #include <algorithm>
@@ -11,7 +12,7 @@ namespace gdrkit::storage {
 namespace {
 
 // Largest number of transfers in progress per queue pair.
-constexpr std::uint32_t transfers_max = 512;
+constexpr std::uint32_t transfers_per_pair_max = 512;
 // A list of transfers is posted when it has this many entries.
 constexpr std::size_t list_length_max = 16;
 
@@ -29,7 +30,7 @@ Fabric::Fabric(const std::vector<std::string>& names) {
         } catch (const verbs::Error& error) {
             // Without a list of names, skip the devices that have no active port (ENETDOWN). A named device must have
             // an active port.
-            if (!names.empty() || error.number() != ENETDOWN) {
+            if (!names.empty() || error.error_number() != ENETDOWN) {
                 throw;
             }
         }
@@ -40,8 +41,8 @@ Fabric::Fabric(const std::vector<std::string>& names) {
 }
 
 QueuePairs::Connection::Connection(verbs::Device& device, std::size_t index)
-    : device_index(index), reads_max(device.reads_max()), completions(device, transfers_max),
-      pair(device, completions, transfers_max) {}
+    : device_index(index), reads_max(device.reads_max()), completions(device, transfers_per_pair_max),
+      pair(device, completions, transfers_per_pair_max) {}
 
 QueuePairs::QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& peers) {
     const auto& devices = fabric.devices();
@@ -68,13 +69,13 @@ std::uint8_t QueuePairs::reads_max() const {
     return smallest;
 }
 
-bool QueuePairs::has_space(std::size_t index, std::size_t transfers_count) const {
-    const Connection& connection = *connections_[index];
-    return connection.ids_in_progress.size() + connection.unposted.size() + transfers_count <= transfers_max;
+bool QueuePairs::has_space(std::size_t pair_index, std::size_t transfers_count) const {
+    const Connection& connection = *connections_[pair_index];
+    return connection.ids_in_progress.size() + connection.unposted.size() + transfers_count <= transfers_per_pair_max;
 }
 
-void QueuePairs::add(std::size_t index, const verbs::Transfer& transfer) {
-    Connection& connection = *connections_[index];
+void QueuePairs::add(std::size_t pair_index, const verbs::Transfer& transfer) {
+    Connection& connection = *connections_[pair_index];
     connection.unposted.push_back(transfer);
     if (connection.unposted.size() >= list_length_max) {
         post(connection);
@@ -92,8 +93,8 @@ bool QueuePairs::post(Connection& connection) {
         connection.ids_in_progress.push_back(static_cast<std::uint32_t>(transfer.id));
         transfer.id = connection.posted_count++;
     }
-    std::size_t posted = 0;
-    const int error_number = connection.is_broken ? EIO : connection.pair.post(connection.unposted, posted);
+    std::size_t accepted_count = 0;
+    const int error_number = connection.is_broken ? EIO : connection.pair.post(connection.unposted, accepted_count);
     connection.unposted.clear();
     connection.is_broken |= error_number != 0;
     return error_number == 0;
@@ -121,10 +122,10 @@ bool QueuePairs::poll(const std::function<void(std::uint32_t, TransferStatus)>& 
             has_completed = true;
             report_transfer(id, status);
         };
-        int count = 0;
+        int completions_count = 0;
         do {
-            count = connection->completions.poll(completions);
-            for (int index = 0; index < count; ++index) {
+            completions_count = connection->completions.poll(completions);
+            for (int index = 0; index < completions_count; ++index) {
                 const ibv_wc& completion = completions[static_cast<std::size_t>(index)];
                 // The transfers of a queue pair complete in order. So earlier transfers, which have no completion of
                 // their own, succeeded unless the queue pair was already broken.
@@ -140,7 +141,7 @@ bool QueuePairs::poll(const std::function<void(std::uint32_t, TransferStatus)>& 
                                                             : TransferStatus::succeeded);
                 }
             }
-        } while (count == static_cast<int>(completions.size()));
+        } while (completions_count == static_cast<int>(completions.size()));
     }
     return has_completed;
 }

@@ -15,10 +15,10 @@
 
 namespace gdrkit::storage {
 
-// The server's RDMA devices. They outlive its sessions.
+// The server's RDMA devices. All sessions of the server share them.
 class Fabric {
 public:
-    // Opens these devices, or every device with an active port if the list is empty. Throws verbs::Error.
+    // Opens the devices with these names, or every device with an active port if `names` is empty. Throws verbs::Error.
     explicit Fabric(const std::vector<std::string>& names);
 
     const std::vector<std::unique_ptr<verbs::Device>>& devices() const noexcept { return devices_; }
@@ -36,7 +36,7 @@ private:
 enum class TransferStatus : std::uint8_t {
     succeeded,
     refused, // The client's NIC refused the transfer, because its rkey or range is invalid or the memory is gone.
-    flushed, // The queue pair was already broken, or it broke for another reason.
+    flushed, // The queue pair was already broken, or the transfer broke it for a reason other than a refusal.
 };
 
 // The queue pairs of one session, one for each queue pair of the client. They use the devices of the server in turn.
@@ -44,19 +44,21 @@ enum class TransferStatus : std::uint8_t {
 // before it on that queue pair.
 class QueuePairs {
 public:
+    // Creates a queue pair for each of the client's queue pairs, and connects it. Throws verbs::Error.
     QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& peers);
 
     std::size_t size() const noexcept { return connections_.size(); }
     std::vector<verbs::Endpoint> endpoints() const;
+    // Returns the number of RDMA READs that each queue pair may have in progress, the smallest of the devices' limits.
     std::uint8_t reads_max() const;
     // Returns the index of a queue pair's device in Fabric::devices().
-    std::size_t get_device_index(std::size_t index) const { return connections_[index]->device_index; }
+    std::size_t get_device_index(std::size_t pair_index) const { return connections_[pair_index]->device_index; }
 
     // Returns whether the queue pair has space for this many more transfers.
-    bool has_space(std::size_t index, std::size_t transfers_count) const;
+    bool has_space(std::size_t pair_index, std::size_t transfers_count) const;
     // Stores a transfer until flush() posts it, or until this function posts a full list. poll() reports the transfer
     // by its `id`.
-    void add(std::size_t index, const verbs::Transfer& transfer);
+    void add(std::size_t pair_index, const verbs::Transfer& transfer);
     // Posts the stored transfers. Returns false if a queue pair failed.
     bool flush();
     // Calls report_transfer(id, status) for each transfer that completed. Returns true if there were any.

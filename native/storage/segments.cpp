@@ -25,7 +25,7 @@ bool Session::start_segments() {
     bool has_progress = false;
     for (unsigned count = 0; count < segments_per_round && !waiting_operations_.empty() && !is_rdma_broken_; ++count) {
         PendingOperation& pending = *waiting_operations_.front();
-        // After a segment of an operation has failed, the operation starts no further segment.
+        // An operation whose segment has failed counts as fully started, so that no further segment starts.
         if (!pending.is_fully_started() && !begin_segment(pending)) {
             break;
         }
@@ -67,6 +67,7 @@ bool Session::begin_segment(PendingOperation& pending) {
     if (!queue_pairs_->has_space(operation.queue_pair, transfers_per_segment_max)) {
         return false;
     }
+    // A read verifies whole chunks, so it needs space for one more chunk at each end.
     const verbs::Staging::Buffer buffer = staging_->take(is_read ? length + 2 * store_->chunk_bytes() : length);
     if (!buffer) {
         return false;
@@ -123,8 +124,9 @@ void Session::begin_read(Segment& segment) {
     }
 }
 
-// Adds one transfer for each range of data between holes, and records the holes. Returns true if the segment has no
-// hole. The caller must then add one transfer for the whole segment.
+// Adds one transfer for each range of data between holes, and records the holes. With forbid_holes, a hole fails the
+// operation instead. Returns true if the segment has no hole. The caller must then add one transfer for the whole
+// segment.
 bool Session::add_transfers_between_holes(Segment& segment) {
     PendingOperation& pending = *segment.pending;
     const int fd = pending.file->fd.get();
@@ -144,7 +146,7 @@ bool Session::add_transfers_between_holes(Segment& segment) {
         }
         const bool is_limit_reached =
             segment.transfers_in_progress + 1 >= transfers_per_segment_max || pending.holes.size() >= holes_max - 1;
-        if (is_limit_reached) {
+        if (is_limit_reached) { // The rest of the segment is sent as one transfer, so its holes are sent as zeros.
             add_transfer(segment, static_cast<std::size_t>(position - segment_begin),
                          static_cast<std::size_t>(segment_end - position));
             return false;
@@ -158,12 +160,12 @@ bool Session::add_transfers_between_holes(Segment& segment) {
         }
         const off_t next_data = lseek(fd, data_end, SEEK_DATA);
         const off_t hole_end = next_data < 0 || next_data > segment_end ? segment_end : next_data;
-        const HoleExtent extent{segment.begin + static_cast<std::uint64_t>(data_end - segment_begin),
-                                static_cast<std::uint64_t>(hole_end - data_end)};
-        if (!pending.holes.empty() && pending.holes.back().offset + pending.holes.back().length == extent.offset) {
-            pending.holes.back().length += extent.length;
-        } else if (extent.length != 0) {
-            pending.holes.push_back(extent);
+        const HoleExtent hole{segment.begin + static_cast<std::uint64_t>(data_end - segment_begin),
+                              static_cast<std::uint64_t>(hole_end - data_end)};
+        if (!pending.holes.empty() && pending.holes.back().offset + pending.holes.back().length == hole.offset) {
+            pending.holes.back().length += hole.length;
+        } else if (hole.length != 0) {
+            pending.holes.push_back(hole);
         }
         position = hole_end;
     }
@@ -194,9 +196,9 @@ void Session::complete_transfer(std::uint32_t segment_index, TransferStatus stat
     Segment& segment = *segments_[segment_index];
     PendingOperation& pending = *segment.pending;
     if (status != TransferStatus::succeeded) {
-        // This failure ends the session. Only the operation whose transfer was refused gets a result, and at once: its
-        // queue pair is broken, so no more of its bytes can arrive. The client fails the other operations when the
-        // connection ends.
+        // This failure ends the session. Only the operation whose transfer was refused gets a result. It gets the
+        // result at once, because its queue pair is broken, so that no more of its bytes can arrive at the client. The
+        // client fails the other operations when the connection ends.
         is_rdma_broken_ = segment.has_failed = true;
         if (status == TransferStatus::refused && !pending.is_finished) {
             has_refusal_ = true;
@@ -211,6 +213,7 @@ void Session::complete_transfer(std::uint32_t segment_index, TransferStatus stat
         finish_write(segment);
     }
     free_segment(segment);
+    // If the operation is still the first in waiting_operations_, start_segments() removes and finishes it.
     if (pending.segments_in_progress == 0 && pending.is_fully_started() && !pending.is_finished &&
         (waiting_operations_.empty() || waiting_operations_.front() != &pending)) {
         finish(pending);
@@ -220,7 +223,7 @@ void Session::complete_transfer(std::uint32_t segment_index, TransferStatus stat
 void Session::finish_write(Segment& segment) {
     PendingOperation& pending = *segment.pending;
     if (pending.error != 0) {
-        return; // The operation has already failed with an earlier segment.
+        return; // An earlier segment of the operation has failed.
     }
     const Operation& operation = pending.operation;
     const std::span<const std::byte> data(segment.buffer.data, segment.length);

@@ -20,12 +20,13 @@ namespace gdrkit::storage {
 
 namespace {
 
-// Buffers of the staging memory of a session.
+// The staging memory of a session has buffers of two sizes, so that many small operations can be in progress.
 constexpr std::size_t small_buffer_bytes_min = 16384, small_buffers_count = 256, large_buffers_count = 16;
 constexpr std::size_t receive_buffer_bytes = 1 << 18;
 // If more bytes of unsent replies than this wait, the session receives no further requests.
 constexpr std::size_t backlog_bytes_max = 1 << 20;
-// Longest time in which a session that ends after a failure sends its last replies.
+// Longest time in which a session that ends after a failure sends its last replies, and then again the longest time in
+// which it waits for the client to close the connection.
 constexpr int final_send_timeout_ms = 1000;
 // Longest wait for the completion that shows which transfer broke a queue pair.
 constexpr std::chrono::milliseconds cause_timeout{50};
@@ -44,9 +45,9 @@ int create_event() {
 }
 
 void raise_event(int event_fd) {
-    const std::uint64_t one = 1;
+    const std::uint64_t increment = 1;
     // The write fails only if the counter is full, and then the event is already readable.
-    [[maybe_unused]] const ssize_t count = ::write(event_fd, &one, sizeof one);
+    [[maybe_unused]] const ssize_t count = ::write(event_fd, &increment, sizeof increment);
 }
 
 } // namespace
@@ -122,6 +123,7 @@ void Session::close() {
     queue_pairs_.reset(); // The queue pairs are destroyed first, because they may still write to the staging memory.
     staging_.reset();
     data_connection_ = Descriptor();
+    // Close the files after the lock has been released.
     std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files;
     {
         const std::lock_guard files_guard(files_mutex_);
@@ -200,6 +202,7 @@ bool Session::parse_frames() {
         if (header && static_cast<FrameType>(header->type) != FrameType::io_request) {
             refusal = "a data connection must carry io requests only";
         }
+        // The frame waits until its operations fit into the limit. If no operation is outstanding, every frame fits.
         if (refusal != nullptr || unparsed.size() < sizeof(FrameHeader) + header->length ||
             (outstanding_count_ != 0 && outstanding_count_ + header->count > limits_.outstanding_max)) {
             break;
@@ -294,6 +297,7 @@ void Session::finish(PendingOperation& pending) {
     unsent_results_.push_back(result);
     pending.file.reset();
     free_operations_.push_back(&pending);
+    // The next result may have holes_max holes, which must fit into the same reply.
     if (unsent_results_.size() == operations_max ||
         unsent_holes_.size() + holes_max > operations_max * holes_per_result_max) {
         append_reply();
@@ -355,7 +359,8 @@ void Session::wait_for_events() {
 
 void Session::end_with_failure() {
     ++store_->counters().rdma_errors;
-    // When ibv_post_send fails, the queue pair is broken. A later completion reports which transfer broke it.
+    // ibv_post_send may have failed because an earlier transfer broke the queue pair. Wait for the completion of that
+    // transfer, which shows whether the client's NIC refused it.
     const auto cause_deadline = std::chrono::steady_clock::now() + cause_timeout;
     while (!has_refusal_ && queue_pairs_->has_transfers_in_progress() &&
            std::chrono::steady_clock::now() < cause_deadline) {
@@ -379,8 +384,8 @@ void Session::end_with_failure() {
     // Read all requests until the client closes the connection. If a TCP connection is closed with unread requests, the
     // kernel discards replies that the client has not read yet.
     shutdown(data_connection_.get(), SHUT_WR);
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(final_send_timeout_ms);
-    while (std::chrono::steady_clock::now() < deadline) {
+    const auto drain_deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(final_send_timeout_ms);
+    while (std::chrono::steady_clock::now() < drain_deadline) {
         pollfd polled[] = {{data_connection_.get(), POLLIN, 0}, {stop_event_.get(), POLLIN, 0}};
         if (poll(polled, 2, final_send_timeout_ms) <= 0 || polled[1].revents != 0 ||
             recv(data_connection_.get(), receive_buffer_.data(), receive_buffer_.size(), MSG_DONTWAIT) <= 0) {

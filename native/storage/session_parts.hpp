@@ -13,7 +13,7 @@ namespace gdrkit::storage {
 struct Session::PendingOperation {
     Operation operation{};
     std::shared_ptr<OpenFile> file;
-    std::uint64_t started_bytes = 0; // Bytes that have a segment.
+    std::uint64_t started_bytes = 0; // Bytes whose segments have started.
     std::uint64_t moved_bytes = 0;   // Bytes moved so far. At the end they are the result, unless `error` is set.
     std::int64_t error = 0;          // 0 or -errno.
     std::uint32_t segments_in_progress = 0;
@@ -40,8 +40,8 @@ struct Session::PendingOperation {
 struct Session::Segment {
     PendingOperation* pending = nullptr; // Null if the segment is free.
     verbs::Staging::Buffer buffer;
-    std::uint32_t index = 0;       // Index of this segment in the session, and id of its transfers.
-    std::uint64_t begin = 0;       // Offset in the operation.
+    std::uint32_t index = 0;       // Index in Session::segments_. Also the id of this segment's transfers.
+    std::uint64_t begin = 0;       // Offset of its first byte in the operation.
     std::size_t length = 0;        // Bytes to move.
     std::size_t buffer_offset = 0; // Offset of the bytes in the buffer.
     std::uint32_t transfers_in_progress = 0;

@@ -15,23 +15,24 @@
 
 namespace gdrkit::storage {
 
-int Inode::write_all(int file, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written) const {
-    written = 0;
-    while (written < data.size()) {
-        const ssize_t count =
-            pwrite(file, data.data() + written, data.size() - written, static_cast<off_t>(offset + written));
+int Inode::write_all(int file, std::uint64_t offset, std::span<const std::byte> data,
+                     std::size_t& written_bytes) const {
+    written_bytes = 0;
+    while (written_bytes < data.size()) {
+        const ssize_t count = pwrite(file, data.data() + written_bytes, data.size() - written_bytes,
+                                     static_cast<off_t>(offset + written_bytes));
         if (count < 0 && errno == EINTR) {
             continue;
         }
         if (count <= 0) {
             return count == 0 ? -ENOSPC : -errno;
         }
-        written += static_cast<std::size_t>(count);
+        written_bytes += static_cast<std::size_t>(count);
     }
     return 0;
 }
 
-void Inode::set_modification_time(int file) {
+void Inode::set_modification_time_to_now(int file) {
     // The kernel's clock for file times ticks every few milliseconds. If another program changed the file in the same
     // tick, the time would stay the same, and the server would not detect the change. So the server sets the time
     // itself, with a finer clock. If the server does not own the file, futimens may fail, and the kernel's time
@@ -43,9 +44,9 @@ void Inode::set_modification_time(int file) {
 }
 
 void Inode::finish_change(int file) {
-    struct stat now {};
+    struct stat file_stat {};
     // If fstat fails, the stored version is wrong, so the next access discards all sums.
-    sums_.end_change(fstat(file, &now) == 0 ? FileVersion::of(now) : FileVersion{});
+    sums_.end_change(fstat(file, &file_stat) == 0 ? FileVersion::of(file_stat) : FileVersion{});
 }
 
 std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::byte> data) {
@@ -56,17 +57,17 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
             return status;
         }
     }
-    std::size_t written = 0;
+    std::size_t written_bytes = 0;
     if (!sums_.is_open()) {
-        const int status = write_all(file, offset, data, written);
+        const int status = write_all(file, offset, data, written_bytes);
         return status != 0 ? status : static_cast<std::int64_t>(data.size());
     }
-    struct stat status_before {};
-    if (fstat(file, &status_before) != 0) {
+    struct stat stat_before {};
+    if (fstat(file, &stat_before) != 0) {
         return -errno;
     }
-    discard_sums_if_changed_outside(status_before);
-    const auto size = static_cast<std::uint64_t>(status_before.st_size);
+    discard_sums_if_changed_outside(stat_before);
+    const auto size = static_cast<std::uint64_t>(stat_before.st_size);
     const std::uint64_t end = offset + data.size(), first_chunk = offset / chunk_bytes,
                         last_chunk = (end - 1) / chunk_bytes;
     const auto chunks_count = static_cast<std::size_t>(last_chunk - first_chunk + 1);
@@ -84,20 +85,21 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
     crc32c_chunks(data.data() + (first_complete_chunk * chunk_bytes - offset), chunk_bytes,
                   complete_chunks_end - first_complete_chunk, crcs.data());
     for (std::size_t index = 0; index < chunks_count; ++index) {
-        const std::uint64_t chunk = first_chunk + index, begin = chunk * chunk_bytes;
+        const std::uint64_t chunk = first_chunk + index, chunk_begin = chunk * chunk_bytes;
         old_sums[index] = sums_.get(chunk);
         if (chunk >= first_complete_chunk && chunk < complete_chunks_end) {
             new_sums[index] = {crcs[chunk - first_complete_chunk], static_cast<std::uint32_t>(chunk_bytes),
                                SumState::valid};
             continue;
         }
-        const std::uint64_t change_begin = std::max(offset, begin),
-                            change_end = std::min<std::uint64_t>(end, begin + chunk_bytes);
+        const std::uint64_t change_begin = std::max(offset, chunk_begin),
+                            change_end = std::min<std::uint64_t>(end, chunk_begin + chunk_bytes);
         if (const int status = load_edge(file, chunk, size, edge); status != 0) {
             return status;
         }
-        const auto change_begin_in_chunk = static_cast<std::size_t>(change_begin - begin),
-                   change_end_in_chunk = static_cast<std::size_t>(change_end - begin);
+        const auto change_begin_in_chunk = static_cast<std::size_t>(change_begin - chunk_begin),
+                   change_end_in_chunk = static_cast<std::size_t>(change_end - chunk_begin);
+        // If the write begins after the end of the file, the bytes between are zeros.
         if (edge.length < change_begin_in_chunk) {
             std::memset(edge.bytes.data() + edge.length, 0, change_begin_in_chunk - edge.length);
         }
@@ -106,18 +108,21 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
         const std::size_t length = std::max(edge.length, change_end_in_chunk);
         new_sums[index] = {crc32c(edge.bytes.data(), length), static_cast<std::uint32_t>(length), SumState::valid};
     }
+    // The chunks have no valid sums during the write, so that no sum is wrong if the server is killed meanwhile.
     sums_.begin_change();
     for (std::size_t index = 0; index < chunks_count; ++index) {
         sums_.set(first_chunk + index, {0, 0, SumState::being_written});
     }
-    const int status = write_all(file, offset, data, written);
+    const int status = write_all(file, offset, data, written_bytes);
+    // If the write failed, the chunks before the failure get their new sums. The chunk that is partly written gets
+    // none, and the chunks after it get their old sums.
     for (std::size_t index = 0; index < chunks_count; ++index) {
-        const std::uint64_t begin = (first_chunk + index) * chunk_bytes;
-        const bool is_complete = status == 0 || begin + chunk_bytes <= offset + written;
-        const bool is_partly_written = written != 0 && begin < offset + written;
+        const std::uint64_t chunk_begin = (first_chunk + index) * chunk_bytes;
+        const bool is_complete = status == 0 || chunk_begin + chunk_bytes <= offset + written_bytes;
+        const bool is_partly_written = written_bytes != 0 && chunk_begin < offset + written_bytes;
         sums_.set(first_chunk + index, is_complete ? new_sums[index] : is_partly_written ? Sum{} : old_sums[index]);
     }
-    set_modification_time(file);
+    set_modification_time_to_now(file);
     finish_change(file);
     return status != 0 ? status : static_cast<std::int64_t>(data.size());
 }
@@ -134,12 +139,12 @@ int Inode::set_times(int file, std::optional<std::int64_t> access_ns, std::optio
     };
     const timespec times[] = {to_timespec(access_ns), to_timespec(modification_ns)};
     const std::unique_lock guard(lock_);
-    struct stat status_before {};
+    struct stat stat_before {};
     if (sums_.is_open()) {
-        if (fstat(file, &status_before) != 0) {
+        if (fstat(file, &stat_before) != 0) {
             return -errno;
         }
-        discard_sums_if_changed_outside(status_before);
+        discard_sums_if_changed_outside(stat_before);
         sums_.begin_change();
     }
     const int status = futimens(file, times) != 0 ? -errno : 0;
@@ -149,25 +154,26 @@ int Inode::set_times(int file, std::optional<std::int64_t> access_ns, std::optio
     return status;
 }
 
-int Inode::truncate(int file, std::uint64_t size) {
+int Inode::truncate(int file, std::uint64_t new_size) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
     const std::unique_lock guard(lock_);
     if (!sums_.is_open()) {
-        return ftruncate(file, static_cast<off_t>(size)) != 0 ? -errno : 0;
+        return ftruncate(file, static_cast<off_t>(new_size)) != 0 ? -errno : 0;
     }
-    struct stat status_before {};
-    if (fstat(file, &status_before) != 0) {
+    struct stat stat_before {};
+    if (fstat(file, &stat_before) != 0) {
         return -errno;
     }
-    discard_sums_if_changed_outside(status_before);
-    const std::uint64_t tail_chunk = size / chunk_bytes;
-    const std::size_t tail_bytes = size % chunk_bytes;
-    const bool is_shrinking = size < static_cast<std::uint64_t>(status_before.st_size);
+    discard_sums_if_changed_outside(stat_before);
+    const std::uint64_t tail_chunk = new_size / chunk_bytes;
+    const std::size_t tail_bytes = new_size % chunk_bytes;
+    const bool is_shrinking = new_size < static_cast<std::uint64_t>(stat_before.st_size);
     const Sum old_sum = sums_.get(tail_chunk);
     Sum new_sum = old_sum;
     thread_local Edge edge;
     if (is_shrinking && tail_bytes != 0 && old_sum.state == SumState::valid) {
-        const auto old_size = static_cast<std::uint64_t>(status_before.st_size);
+        // The file will end inside the tail chunk, so the new sum of this chunk covers only the bytes that remain.
+        const auto old_size = static_cast<std::uint64_t>(stat_before.st_size);
         if (const int status = load_edge(file, tail_chunk, old_size, edge); status != 0) {
             return status;
         }
@@ -183,11 +189,11 @@ int Inode::truncate(int file, std::uint64_t size) {
             sums_.set(tail_chunk, {0, 0, SumState::being_written});
         }
     }
-    const int status = ftruncate(file, static_cast<off_t>(size)) != 0 ? -errno : 0;
+    const int status = ftruncate(file, static_cast<off_t>(new_size)) != 0 ? -errno : 0;
     if (is_shrinking && tail_bytes != 0 && old_sum.state == SumState::valid) {
         sums_.set(tail_chunk, status == 0 ? new_sum : old_sum);
     }
-    set_modification_time(file);
+    set_modification_time_to_now(file);
     finish_change(file);
     return status;
 }
@@ -195,11 +201,11 @@ int Inode::truncate(int file, std::uint64_t size) {
 int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
     const std::unique_lock guard(lock_);
-    struct stat status_before {};
-    if (fstat(file, &status_before) != 0) {
+    struct stat stat_before {};
+    if (fstat(file, &stat_before) != 0) {
         return -errno;
     }
-    const auto size = static_cast<std::uint64_t>(status_before.st_size);
+    const auto size = static_cast<std::uint64_t>(stat_before.st_size);
     end = std::min(end, size);
     if (begin >= end) {
         return 0;
@@ -213,7 +219,7 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
     if (!sums_.is_open()) {
         return punch_range();
     }
-    discard_sums_if_changed_outside(status_before);
+    discard_sums_if_changed_outside(stat_before);
     const std::uint64_t first_chunk = begin / chunk_bytes, last_chunk = (end - 1) / chunk_bytes;
     thread_local Edge edge;
     std::array<Sum, 2> edge_sums; // New sums of the first and of the last chunk.
@@ -241,13 +247,13 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
     const int status = punch_range();
     for (std::uint64_t chunk = first_chunk; chunk <= last_chunk; ++chunk) {
         if (sums_.get(chunk).state != SumState::unknown) {
-            // The sums of the chunks between the first and the last become unknown. If fallocate failed,
-            // the sums of these two become unknown too, because it is unknown which bytes it has changed.
+            // Only the first and the last chunk get new sums. The sums of the chunks between them become unknown. If
+            // fallocate failed, all sums become unknown, because it may have punched a part of the range.
             const bool is_edge = chunk == first_chunk || chunk == last_chunk;
             sums_.set(chunk, status == 0 && is_edge ? edge_sums[chunk == first_chunk ? 0 : 1] : Sum{});
         }
     }
-    set_modification_time(file);
+    set_modification_time_to_now(file);
     finish_change(file);
     return status;
 }

@@ -42,19 +42,20 @@ std::int64_t read_fully(int file, std::uint64_t offset, std::span<std::byte> des
 }
 
 bool is_zero(std::span<const std::byte> bytes) {
+    // The memcmp compares each byte with the next byte.
     return bytes.empty() ||
            (bytes.front() == std::byte{0} && std::memcmp(bytes.data(), bytes.data() + 1, bytes.size() - 1) == 0);
 }
 
 } // namespace
 
-Store::Store(int sums_folder, std::uint32_t chunk_bytes, int generation)
+Store::Store(int sums_folder, std::uint32_t chunk_bytes, int generation_fd)
     : sums_folder_(sums_folder), chunk_bytes_(chunk_bytes) {
     if (chunk_bytes < 4096 || chunk_bytes > chunk_bytes_max || (chunk_bytes & (chunk_bytes - 1)) != 0) {
         throw std::system_error(EINVAL, std::generic_category(), "chunk_bytes");
     }
-    if (generation >= 0) {
-        if (const int status = generation_.open(generation, true); status != 0) {
+    if (generation_fd >= 0) {
+        if (const int status = generation_.open(generation_fd, true); status != 0) {
             throw std::system_error(-status, std::generic_category(), "the counter of the sums");
         }
         generation_.advance();
@@ -62,21 +63,21 @@ Store::Store(int sums_folder, std::uint32_t chunk_bytes, int generation)
 }
 
 std::shared_ptr<OpenFile> Store::adopt(Descriptor fd, bool may_read, bool may_write) {
-    struct stat info {};
-    if (fstat(fd.get(), &info) != 0) {
+    struct stat file_stat {};
+    if (fstat(fd.get(), &file_stat) != 0) {
         throw std::system_error(errno, std::generic_category(), "fstat");
     }
-    if (!S_ISREG(info.st_mode)) {
-        throw std::system_error(S_ISDIR(info.st_mode) ? EISDIR : EINVAL, std::generic_category(),
+    if (!S_ISREG(file_stat.st_mode)) {
+        throw std::system_error(S_ISDIR(file_stat.st_mode) ? EISDIR : EINVAL, std::generic_category(),
                                 "open: not a regular file");
     }
     std::shared_ptr<Inode> inode;
     {
         const std::lock_guard guard(lock_);
-        auto& entry = inodes_[info.st_ino];
+        auto& entry = inodes_[file_stat.st_ino];
         inode = entry.lock();
         if (!inode) {
-            inode = std::make_shared<Inode>(*this, info.st_ino);
+            inode = std::make_shared<Inode>(*this, file_stat.st_ino);
             entry = inode;
         }
         std::erase_if(inodes_, [](const auto& item) { return item.second.expired(); });
@@ -123,16 +124,16 @@ void Inode::remove_sums() {
     is_unlinked_ = true;
     const std::string name = make_sums_name(inode_number_);
     const std::size_t slash = name.find('/');
-    // If the subfolder does not exist, there is nothing to remove. If a symbolic link has replaced the subfolder, it is
-    // not followed.
+    // If the subfolder does not exist, there is nothing to remove. A symbolic link in place of the subfolder is not
+    // followed.
     if (const Descriptor subfolder(open_beneath(store_.sums_folder_, name.substr(0, slash), O_PATH | O_DIRECTORY, 0));
         subfolder) {
         unlinkat(subfolder.get(), name.c_str() + slash + 1, 0);
     }
 }
 
-void Inode::discard_sums_if_changed_outside(const struct stat& file) {
-    const FileVersion now = FileVersion::of(file);
+void Inode::discard_sums_if_changed_outside(const struct stat& file_stat) {
+    const FileVersion now = FileVersion::of(file_stat);
     if (!(sums_.version() == now)) {
         sums_.reset(now);
         ++store_.counters_.outside_changes;
@@ -177,30 +178,34 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
             const std::size_t chunks_count = has_sums ? (filled_bytes + chunk_bytes - 1) / chunk_bytes : 0;
             const std::size_t complete_chunks_count = filled_bytes / chunk_bytes;
             std::size_t bad_index = chunks_count; // This value means that no chunk is bad.
-            for (std::size_t begin = 0; begin < chunks_count && bad_index == chunks_count; begin += chunks_per_batch) {
-                const std::size_t batch_count = std::min(chunks_per_batch, chunks_count - begin);
-                const std::size_t complete_count =
-                    std::min(batch_count, complete_chunks_count - std::min(begin, complete_chunks_count));
+            for (std::size_t batch_begin = 0; batch_begin < chunks_count && bad_index == chunks_count;
+                 batch_begin += chunks_per_batch) {
+                const std::size_t batch_count = std::min(chunks_per_batch, chunks_count - batch_begin);
+                const std::size_t batch_complete_count =
+                    std::min(batch_count, complete_chunks_count - std::min(batch_begin, complete_chunks_count));
                 bool has_valid_sum = false;
                 for (std::size_t index = 0; index < batch_count && !has_valid_sum; ++index) {
-                    has_valid_sum = sums_.get(first_chunk + begin + index).state == SumState::valid;
+                    has_valid_sum = sums_.get(first_chunk + batch_begin + index).state == SumState::valid;
                 }
                 if (!has_valid_sum) {
                     continue;
                 }
                 std::array<std::uint32_t, chunks_per_batch> crcs;
-                crc32c_chunks(buffer.data() + begin * chunk_bytes, chunk_bytes, complete_count, crcs.data());
+                crc32c_chunks(buffer.data() + batch_begin * chunk_bytes, chunk_bytes, batch_complete_count,
+                              crcs.data());
                 for (std::size_t index = 0; index < batch_count && bad_index == chunks_count; ++index) {
-                    const std::size_t chunk_begin = (begin + index) * chunk_bytes;
-                    const Sum sum = sums_.get(first_chunk + begin + index);
-                    const bool is_complete = index < complete_count && sum.length == chunk_bytes;
+                    const std::size_t chunk_begin = (batch_begin + index) * chunk_bytes;
+                    const Sum sum = sums_.get(first_chunk + batch_begin + index);
+                    // `crcs` has only the CRCs of complete chunks. If the sum covers fewer bytes, matches_sum()
+                    // compares it.
+                    const bool is_crc_usable = index < batch_complete_count && sum.length == chunk_bytes;
                     if (sum.state == SumState::valid &&
-                        (is_complete
+                        (is_crc_usable
                              ? sum.crc != crcs[index]
                              : !matches_sum(
-                                   first_chunk + begin + index,
+                                   first_chunk + batch_begin + index,
                                    buffer.subspan(chunk_begin, std::min(chunk_bytes, filled_bytes - chunk_begin))))) {
-                        bad_index = begin + index;
+                        bad_index = batch_begin + index;
                     }
                 }
             }
@@ -212,19 +217,19 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
             }
             bad_chunk = first_chunk + bad_index;
         }
-        // If another program has changed the file, the times of the file show it. Otherwise the bytes are corrupt,
-        // which is reported only after a second read.
+        // If another program has changed the file, its modification time or size shows that. Otherwise the bytes are
+        // corrupt, which is reported only if a second read finds a wrong sum too.
         const std::unique_lock guard(lock_);
-        struct stat now {};
-        if (fstat(file, &now) != 0) {
+        struct stat file_stat {};
+        if (fstat(file, &file_stat) != 0) {
             return {-errno, 0};
         }
-        if (sums_.version() == FileVersion::of(now)) {
+        if (sums_.version() == FileVersion::of(file_stat)) {
             if (is_second_read) {
                 return {report_corruption(bad_chunk), 0};
             }
         } else {
-            discard_sums_if_changed_outside(now);
+            discard_sums_if_changed_outside(file_stat);
         }
     }
 }

@@ -18,6 +18,7 @@
 
 namespace gdrkit::storage {
 
+// Totals of a server since its start. `outside_changes` counts the changes of files by other programs.
 struct Counters {
     std::atomic<std::uint64_t> reads{0}, writes{0}, read_bytes{0}, written_bytes{0}, corruptions{0}, outside_changes{0},
         rdma_errors{0}, refused_frames{0}, sessions{0};
@@ -25,8 +26,8 @@ struct Counters {
 
 class Store;
 
-// An open inode. All open files (OpenFile) of the inode share it. The parameter `file` of the methods is a descriptor
-// of the inode's file.
+// An inode with open files. All OpenFile objects of the inode share this object. The parameter `file` of the methods is
+// a descriptor of the inode's file. A method that returns int returns 0 or -errno.
 class Inode {
 public:
     Inode(Store& store, std::uint64_t inode_number) : store_(store), inode_number_(inode_number) {}
@@ -42,7 +43,8 @@ public:
     ReadResult read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer);
     // Writes all bytes and returns their count, or returns -errno.
     std::int64_t write(int file, std::uint64_t offset, std::span<const std::byte> data);
-    int truncate(int file, std::uint64_t size);
+    int truncate(int file, std::uint64_t new_size);
+    // Punches a hole of the bytes [begin, end), at most up to the end of the file.
     int punch(int file, std::uint64_t begin, std::uint64_t end);
     // Sets the times with futimens(3). The sums stay valid.
     int set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns);
@@ -57,21 +59,22 @@ private:
         std::array<std::byte, chunk_bytes_max> bytes;
     };
 
-    // A function that returns int returns 0 or -errno.
     int open_sums(int file, bool create);
-    void discard_sums_if_changed_outside(const struct stat& file);
+    void discard_sums_if_changed_outside(const struct stat& file_stat);
+    // Returns true also if the chunk has no valid sum.
     bool matches_sum(std::uint64_t chunk, std::span<const std::byte> bytes) const;
     // Reads a chunk of a file of `size` bytes and verifies its sum.
     int load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& edge);
-    int write_all(int file, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written) const;
-    static void set_modification_time(int file);
+    int write_all(int file, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written_bytes) const;
+    static void set_modification_time_to_now(int file);
+    // Ends the change in the sums file, and stores the new version of the file there.
     void finish_change(int file);
     // Counts and logs a corrupt chunk. Returns -EIO.
     int report_corruption(std::uint64_t chunk);
 
     Store& store_;
     const std::uint64_t inode_number_;
-    std::shared_mutex lock_;
+    std::shared_mutex lock_; // Shared for reads of the file, exclusive for changes.
     SumsFile sums_;
     bool is_unlinked_ = false; // The last name of the file was removed, so no sums file may be created.
 };
@@ -85,9 +88,9 @@ struct OpenFile {
 
 class Store {
 public:
-    // The caller owns the descriptors. `chunk_bytes` is a power of two from 4096 to 65536. `generation` is the
+    // The caller owns the descriptors. `chunk_bytes` is a power of two from 4096 to 65536. `generation_fd` is the
     // descriptor of the memory for SumsGeneration, or -1 if no other process reads the sums. Throws std::system_error.
-    Store(int sums_folder, std::uint32_t chunk_bytes, int generation = -1);
+    Store(int sums_folder, std::uint32_t chunk_bytes, int generation_fd = -1);
 
     // Makes an OpenFile of an open descriptor. `may_read` and `may_write` are the rights of the client. Throws
     // std::system_error.
@@ -104,8 +107,8 @@ private:
     const std::uint32_t chunk_bytes_;
     SumsGeneration generation_;
     Counters counters_;
-    std::mutex lock_;
-    std::map<std::uint64_t, std::weak_ptr<Inode>> inodes_;
+    std::mutex lock_;                                      // Protects inodes_.
+    std::map<std::uint64_t, std::weak_ptr<Inode>> inodes_; // By inode number.
 };
 
 } // namespace gdrkit::storage

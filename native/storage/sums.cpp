@@ -41,7 +41,7 @@ Sum unpack_sum(std::uint64_t entry) {
             static_cast<SumState>(entry >> 32 & 3)};
 }
 
-// Both functions access a field of the mapped file atomically.
+// The next two functions access a field of the mapped file atomically.
 template <typename T> void store_atomically(T& field, T value) {
     std::atomic_ref<T>(field).store(value, std::memory_order_release);
 }
@@ -55,28 +55,30 @@ std::int64_t get_time_ns() {
     return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
 }
 
-struct Identity {
+struct FileIdentity {
     std::uint64_t inode = 0;
     std::int64_t birth_seconds = 0, birth_nanoseconds = 0;
-    bool operator==(const Identity&) const = default;
+    bool operator==(const FileIdentity&) const = default;
 };
 
 // Returns the inode number and the birth time. If the kernel reuses the inode number of a deleted file, only the birth
 // time differs.
-Identity query_identity(int file) {
-    struct statx info {};
-    if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &info) != 0) {
+FileIdentity query_identity(int file) {
+    struct statx inode_info {};
+    if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &inode_info) != 0) {
         return {};
     }
-    return {info.stx_ino, info.stx_btime.tv_sec, info.stx_btime.tv_nsec};
+    return {inode_info.stx_ino, inode_info.stx_btime.tv_sec, inode_info.stx_btime.tv_nsec};
 }
 
 } // namespace
 
+// The header is in the first page of the sums file. The entries follow from the second page on: 8 bytes for each chunk,
+// as pack_sum() returns them.
 struct SumsFile::Header {
     char magic[8];
     std::uint32_t chunk_bytes, reserved;
-    Identity identity;
+    FileIdentity identity;
     FileVersion version;
     std::int64_t change_begin_ns; // Time at which the change in progress began, or 0 if no change is in progress.
 };
@@ -93,17 +95,17 @@ SumsGeneration::~SumsGeneration() {
     }
 }
 
-int SumsGeneration::open(int memory, bool may_advance) {
-    struct stat now {};
-    const int seals = fcntl(memory, F_GET_SEALS);
-    if (seals < 0 || fstat(memory, &now) != 0) {
+int SumsGeneration::open(int memory_fd, bool may_advance) {
+    struct stat file_stat {};
+    const int seals = fcntl(memory_fd, F_GET_SEALS);
+    if (seals < 0 || fstat(memory_fd, &file_stat) != 0) {
         return -errno;
     }
-    if (now.st_size < static_cast<off_t>(page_bytes) || (seals & F_SEAL_SHRINK) == 0) {
+    if (file_stat.st_size < static_cast<off_t>(page_bytes) || (seals & F_SEAL_SHRINK) == 0) {
         return -EINVAL;
     }
     void* const mapped =
-        mmap(nullptr, page_bytes, may_advance ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, memory, 0);
+        mmap(nullptr, page_bytes, may_advance ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, memory_fd, 0);
     if (mapped == MAP_FAILED) {
         return -errno;
     }
@@ -126,16 +128,16 @@ void SumsFile::unmap() noexcept {
 
 int SumsFile::map(std::uint64_t chunks_count) {
     const std::uint64_t pages_count = (chunks_count + entries_per_page - 1) / entries_per_page;
-    const std::uint64_t bytes = page_bytes + pages_count * page_bytes; // The header takes the first page.
-    struct stat now {};
-    if (fstat(fd_.get(), &now) != 0 ||
-        (static_cast<std::uint64_t>(now.st_size) < bytes && ftruncate(fd_.get(), static_cast<off_t>(bytes)) != 0)) {
+    const std::uint64_t mapped_bytes = page_bytes + pages_count * page_bytes; // The header takes the first page.
+    struct stat file_stat {};
+    if (fstat(fd_.get(), &file_stat) != 0 || (static_cast<std::uint64_t>(file_stat.st_size) < mapped_bytes &&
+                                              ftruncate(fd_.get(), static_cast<off_t>(mapped_bytes)) != 0)) {
         return -errno;
     }
-    if (static_cast<std::uint64_t>(now.st_size) < bytes) {
+    if (static_cast<std::uint64_t>(file_stat.st_size) < mapped_bytes) {
         generation_->advance();
     }
-    void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+    void* const mapped = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
     if (mapped == MAP_FAILED) {
         return -errno;
     }
@@ -155,14 +157,15 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
         return descriptor;
     }
     fd_ = Descriptor(descriptor);
-    // Allocate the first page before the first write to it. Otherwise the write would raise SIGBUS if the disk is full.
+    // Allocate the first page before the first write to it. Otherwise the write would raise SIGBUS if the
+    // disk is full.
     int status = fallocate(descriptor, 0, 0, page_bytes) != 0 ? -errno : 0;
-    struct stat now {};
-    if (status == 0 && fstat(descriptor, &now) != 0) {
+    struct stat file_stat {};
+    if (status == 0 && fstat(descriptor, &file_stat) != 0) {
         status = -errno;
     }
     if (status == 0) {
-        status = map((static_cast<std::uint64_t>(now.st_size) - page_bytes) / sizeof(std::uint64_t));
+        status = map((static_cast<std::uint64_t>(file_stat.st_size) - page_bytes) / sizeof(std::uint64_t));
     }
     if (status == 0) {
         status = discard_if_outdated(file, chunk_bytes);
@@ -175,12 +178,12 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
 }
 
 int SumsFile::discard_if_outdated(int file, std::uint32_t chunk_bytes) {
-    struct stat now {};
-    if (fstat(file, &now) != 0) {
+    struct stat file_stat {};
+    if (fstat(file, &file_stat) != 0) {
         return -errno;
     }
-    const Identity identity = query_identity(file);
-    const FileVersion current = FileVersion::of(now);
+    const FileIdentity identity = query_identity(file);
+    const FileVersion current = FileVersion::of(file_stat);
     if (std::memcmp(header_->magic, magic, sizeof magic) != 0 || header_->chunk_bytes != chunk_bytes ||
         !(header_->identity == identity)) {
         reset(current);
@@ -210,14 +213,14 @@ int SumsFile::discard_if_outdated(int file, std::uint32_t chunk_bytes) {
     return 0;
 }
 
-int SumsFile::reserve(std::uint64_t first, std::uint64_t end) {
-    if (end > capacity_) {
+int SumsFile::reserve(std::uint64_t first_chunk, std::uint64_t end_chunk) {
+    if (end_chunk > capacity_) {
         // The capacity grows by at least half each time, so that a growing file is not mapped again for every chunk.
-        if (const int status = map(std::max(end, capacity_ + capacity_ / 2)); status != 0) {
+        if (const int status = map(std::max(end_chunk, capacity_ + capacity_ / 2)); status != 0) {
             return status;
         }
     }
-    for (std::uint64_t page = first / entries_per_page; page * entries_per_page < end; ++page) {
+    for (std::uint64_t page = first_chunk / entries_per_page; page * entries_per_page < end_chunk; ++page) {
         if (!has_disk_space_[page]) {
             if (fallocate(fd_.get(), 0, static_cast<off_t>((page + 1) * page_bytes), page_bytes) != 0) {
                 return -errno;
@@ -241,14 +244,14 @@ void SumsFile::set(std::uint64_t chunk, const Sum& sum) noexcept {
     }
 }
 
-void SumsFile::discard_from(std::uint64_t first) noexcept {
-    if (first >= capacity_) {
+void SumsFile::discard_from(std::uint64_t first_chunk) noexcept {
+    if (first_chunk >= capacity_) {
         return;
     }
-    // The page of `first` may also have earlier entries, so its entries from `first` on are set to 0. The whole pages
-    // after it are discarded.
-    const std::uint64_t first_whole_page = (first + entries_per_page - 1) / entries_per_page;
-    for (std::uint64_t chunk = first; chunk < std::min(capacity_, first_whole_page * entries_per_page); ++chunk) {
+    // The page of `first_chunk` may also have earlier entries, so its entries from `first_chunk` on are set to 0. The
+    // whole pages after it are discarded.
+    const std::uint64_t first_whole_page = (first_chunk + entries_per_page - 1) / entries_per_page;
+    for (std::uint64_t chunk = first_chunk; chunk < std::min(capacity_, first_whole_page * entries_per_page); ++chunk) {
         if (load_atomically(entries_[chunk]) != 0) {
             store_atomically(entries_[chunk], std::uint64_t{0});
         }
@@ -293,7 +296,7 @@ void SumsFile::reset(const FileVersion& version) noexcept {
 }
 
 std::int64_t read_cached(int file, void* destination, std::size_t length, std::uint64_t offset) noexcept {
-    static_assert(sizeof(long) == 8, "the offset must fit into one argument");
+    static_assert(sizeof(long) == 8, "the offset must fit into one argument of the system call");
     const iovec part{destination, length};
     for (;;) {
         const long count = syscall(SYS_preadv2, file, &part, 1L, offset, 0L, RWF_NOWAIT);
@@ -305,11 +308,11 @@ std::int64_t read_cached(int file, void* destination, std::size_t length, std::u
 
 int SumsReader::open(int folder, int file) {
     fd_ = Descriptor();
-    struct stat info {};
-    if (fstat(file, &info) != 0) {
+    struct stat inode_info {};
+    if (fstat(file, &inode_info) != 0) {
         return -errno;
     }
-    Descriptor sums(open_beneath(folder, make_sums_name(info.st_ino), O_RDONLY, 0));
+    Descriptor sums(open_beneath(folder, make_sums_name(inode_info.st_ino), O_RDONLY, 0));
     if (!sums) {
         return sums.get();
     }
@@ -318,7 +321,7 @@ int SumsReader::open(int folder, int file) {
     if (count < 0) {
         return static_cast<int>(count);
     }
-    // A short header means that the server is just creating the file.
+    // A short header means that the server is creating the file at this moment.
     if (count != sizeof header || std::memcmp(header.magic, magic, sizeof magic) != 0 ||
         !(header.identity == query_identity(file)) || header.chunk_bytes < page_bytes ||
         header.chunk_bytes > chunk_bytes_max || !std::has_single_bit(header.chunk_bytes)) {
@@ -329,7 +332,7 @@ int SumsReader::open(int folder, int file) {
     return 0;
 }
 
-bool SumsReader::read(std::uint64_t first, std::span<Sum> sums) const noexcept {
+bool SumsReader::read(std::uint64_t first_chunk, std::span<Sum> sums) const noexcept {
     std::array<std::uint64_t, sums_per_read_max> entries{};
     if (sums.size() > entries.size()) {
         return false;
@@ -338,7 +341,7 @@ bool SumsReader::read(std::uint64_t first, std::span<Sum> sums) const noexcept {
     // A short read may end at a page that is not in the page cache. Only 0 bytes mean the end of the file.
     for (std::size_t done_bytes = 0; done_bytes < bytes.size();) {
         const std::int64_t count = read_cached(fd_.get(), bytes.data() + done_bytes, bytes.size() - done_bytes,
-                                               page_bytes + first * sizeof entries[0] + done_bytes);
+                                               page_bytes + first_chunk * sizeof entries[0] + done_bytes);
         if (count < 0) {
             return false;
         }

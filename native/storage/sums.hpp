@@ -1,5 +1,6 @@
-// The sums file of one inode, which stores a checksum (CRC32C) for each chunk of the inode's data. The server maps it
-// into memory. The sums survive the server process. Another process on this machine can read them too (SumsReader).
+// The sums file of one inode, which stores a checksum (CRC32C) for each chunk of the inode's data. The server maps
+// this file into memory. The sums survive the server process. Another process on this machine can read them too
+// (SumsReader).
 #pragma once
 
 #include <sys/stat.h>
@@ -15,23 +16,28 @@
 
 namespace gdrkit::storage {
 
-inline constexpr std::size_t chunk_bytes_max = 65536; // Largest size of a chunk, which has one sum.
+inline constexpr std::size_t chunk_bytes_max = 65536; // Largest size of a chunk. Each chunk has one sum.
 
+// A chunk can be verified only if its sum is `valid`. If the server is killed during a change of a chunk, the sum stays
+// `being_written`.
 enum class SumState : std::uint32_t { unknown = 0, valid = 1, being_written = 2 };
 
-// The CRC of the first `length` bytes of a chunk. If the file has grown since then, the bytes after them must be zeros.
+// The CRC of the first `length` bytes of a chunk. If the file grew after the CRC was computed, the further bytes of the
+// chunk must be zeros.
 struct Sum {
     std::uint32_t crc = 0;
     std::uint32_t length = 0;
     SumState state = SumState::unknown;
 };
 
-// The time and size of a file after the server's last change. If fstat returns another value, another program has
-// changed the file.
+// The modification time and size of a file after the server's last change. If fstat returns other values, another
+// program has changed the file.
 struct FileVersion {
     std::int64_t seconds = 0, nanoseconds = 0, size = 0;
     bool operator==(const FileVersion&) const = default;
-    static FileVersion of(const struct stat& file) { return {file.st_mtim.tv_sec, file.st_mtim.tv_nsec, file.st_size}; }
+    static FileVersion of(const struct stat& file_stat) {
+        return {file_stat.st_mtim.tv_sec, file_stat.st_mtim.tv_nsec, file_stat.st_size};
+    }
 };
 
 // A counter in memory that the server shares with a reader of the sums in another process. The server advances it when
@@ -44,10 +50,10 @@ public:
     SumsGeneration& operator=(const SumsGeneration&) = delete;
     ~SumsGeneration();
 
-    // Maps the counter. `memory` is a descriptor of the shared memory, which the caller still owns. If `may_advance` is
-    // set, the memory must be open for writing. Returns 0 or -errno. -EINVAL means that the memory has less than a
+    // Maps the counter. `memory_fd` is a descriptor of the shared memory, which the caller still owns. If `may_advance`
+    // is set, the memory must be open for writing. Returns 0 or -errno. -EINVAL means that the memory has less than a
     // page, or that other processes may shrink it.
-    int open(int memory, bool may_advance);
+    int open(int memory_fd, bool may_advance);
     std::uint64_t get() const noexcept { return counter_->load(std::memory_order_seq_cst); }
     void advance() noexcept {
         if (counter_ != nullptr) {
@@ -62,8 +68,9 @@ private:
 // Returns the name of the sums file of an inode, relative to the folder of the sums.
 std::string make_sums_name(std::uint64_t inode_number);
 
-// The sums file, as the server reads and changes it. The class stores its entries in program order. So after a SIGKILL,
-// the file contains all sums that were stored before the last write(2). The caller must hold the lock of the inode.
+// The sums file, as the server reads and changes it. Sums that are stored in the shared mapping survive a SIGKILL of
+// the server, and the class stores them in program order. So after a SIGKILL, the file contains all sums that were
+// stored before the last write(2) of data. The caller must hold the lock of the inode.
 class SumsFile {
 public:
     SumsFile() = default;
@@ -79,19 +86,19 @@ public:
              SumsGeneration& generation);
     bool is_open() const noexcept { return header_ != nullptr; }
 
-    // Allocates memory and disk space for the sums of the chunks [first, end), so that no later store can fail. Returns
-    // 0 or -errno.
-    int reserve(std::uint64_t first, std::uint64_t end);
+    // Allocates memory and disk space for the sums of the chunks [first_chunk, end_chunk), so that no later store can
+    // fail. Returns 0 or -errno.
+    int reserve(std::uint64_t first_chunk, std::uint64_t end_chunk);
 
     Sum get(std::uint64_t chunk) const noexcept;
     // Sets the sum of a chunk. Does nothing if the chunk is not reserved, so that its sum stays unknown.
     void set(std::uint64_t chunk, const Sum& sum) noexcept;
-    // Discards the sums of the chunks from `first` on, which are then unknown.
-    void discard_from(std::uint64_t first) noexcept;
+    // Discards the sums of the chunks from `first_chunk` on, which are then unknown.
+    void discard_from(std::uint64_t first_chunk) noexcept;
 
     FileVersion version() const noexcept;
     // The file may change only between begin_change() and end_change(). If the process is killed between the calls, the
-    // header shows it.
+    // header shows that a change was in progress.
     void begin_change() noexcept;
     void end_change(const FileVersion& version) noexcept;
     // Makes the sum of every chunk unknown.
@@ -119,13 +126,14 @@ private:
 class SumsReader {
 public:
     // Opens the sums of the inode of `file`. May be called again. Returns 0 or -errno: -ENOENT if the file has no sums,
-    // -ESTALE if the sums belong to an earlier file with this inode number, -EAGAIN if a disk must be read.
+    // -ESTALE if the header of the sums file is incomplete or belongs to an earlier file with this inode number,
+    // -EAGAIN if a disk must be read.
     int open(int folder, int file);
     std::uint32_t chunk_bytes() const noexcept { return chunk_bytes_; }
-    // Reads the sums of the chunks from `first` on. Chunks after the end of the sums file have unknown sums. Returns
-    // false if a disk must be read, or if `sums` has more than sums_per_read_max entries.
+    // Reads the sums of the chunks from `first_chunk` on. Chunks after the end of the sums file have unknown sums.
+    // Returns false if a disk must be read, or if `sums` has more than sums_per_read_max entries.
     static constexpr std::size_t sums_per_read_max = 64;
-    bool read(std::uint64_t first, std::span<Sum> sums) const noexcept;
+    bool read(std::uint64_t first_chunk, std::span<Sum> sums) const noexcept;
 
 private:
     Descriptor fd_;

@@ -1,5 +1,5 @@
-// CHECK and CHECK_EQUAL, the assertions of all native tests. A failed one prints its location and aborts, also in a
-// release build.
+// CHECK and CHECK_EQUAL, the assertions of all native tests. A failed assertion prints its location and aborts. Unlike
+// assert(3), they also work in a release build.
 #pragma once
 
 #include <cstdio>

@@ -24,13 +24,13 @@ inline std::vector<int> list_processors() {
     return processors;
 }
 
-// Lets this thread run on `processors` only. A thread on another processor has moved when the function returns.
+// Lets this thread run on `processors` only. When the function returns, the thread already runs on one of them.
 inline void restrict_thread(std::span<const int> processors) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
+    cpu_set_t allowed_processors;
+    CPU_ZERO(&allowed_processors);
     for (const int processor : processors)
-        CPU_SET(processor, &set);
-    CHECK(sched_setaffinity(0, sizeof set, &set) == 0);
+        CPU_SET(processor, &allowed_processors);
+    CHECK(sched_setaffinity(0, sizeof allowed_processors, &allowed_processors) == 0);
 }
 
 // Returns whether this process has a thread with this name, as the kernel lists them. A thread that has ended may still
@@ -38,8 +38,8 @@ inline void restrict_thread(std::span<const int> processors) {
 inline bool has_thread(const std::string& name) {
     for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
         std::ifstream file(task.path() / "comm");
-        std::string text;
-        if (std::getline(file, text) && text == name) {
+        std::string task_name;
+        if (std::getline(file, task_name) && task_name == name) {
             return true;
         }
     }

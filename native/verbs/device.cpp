@@ -57,14 +57,14 @@ bool parse_gid(const std::string& text, ibv_gid& gid) {
             }
             continue;
         }
-        const int value = character >= '0' && character <= '9'   ? character - '0'
+        const int digit = character >= '0' && character <= '9'   ? character - '0'
                           : character >= 'a' && character <= 'f' ? character - 'a' + 10
                                                                  : -1;
-        if (value < 0) {
+        if (digit < 0) {
             return false;
         }
         auto& byte = gid.raw[digit_index / 2];
-        byte = static_cast<std::uint8_t>(digit_index % 2 == 0 ? value << 4 : byte | value);
+        byte = static_cast<std::uint8_t>(digit_index % 2 == 0 ? digit << 4 : byte | digit);
         ++digit_index;
     }
     return true;
@@ -100,14 +100,14 @@ Device::Device(const std::string& name) : name_(name) {
 }
 
 void Device::choose_port() {
-    ibv_device_attr device{};
-    if (const int error_number = ibv_query_device(context_.get(), &device); error_number != 0) {
+    ibv_device_attr device_attributes{};
+    if (const int error_number = ibv_query_device(context_.get(), &device_attributes); error_number != 0) {
         throw Error("ibv_query_device", error_number, name_);
     }
-    reads_max_ = static_cast<std::uint8_t>(std::clamp(device.max_qp_init_rd_atom, 1, 16));
-    for (int port = 1; port <= device.phys_port_cnt; ++port) {
-        if (ibv_query_port(context_.get(), static_cast<std::uint8_t>(port), &attributes_) == 0 &&
-            attributes_.state == IBV_PORT_ACTIVE) {
+    reads_max_ = static_cast<std::uint8_t>(std::clamp(device_attributes.max_qp_init_rd_atom, 1, 16));
+    for (int port = 1; port <= device_attributes.phys_port_cnt; ++port) {
+        if (ibv_query_port(context_.get(), static_cast<std::uint8_t>(port), &port_attributes_) == 0 &&
+            port_attributes_.state == IBV_PORT_ACTIVE) {
             port_ = static_cast<std::uint8_t>(port);
             return;
         }
@@ -118,17 +118,17 @@ void Device::choose_port() {
 // Chooses the GID in the same way as gdrkit.verbs.Nic. On Ethernet the order of preference is: RoCE v2 with an IPv4
 // address, with an IPv6 address, with a link-local address, then RoCE v1. On InfiniBand the first GID is chosen.
 void Device::choose_gid() {
-    // The elements are: is not RoCE v2, is not IPv4, is link-local, index. The smallest rank is the best.
+    // The elements are three flags (not RoCE v2, not IPv4, link-local) and the index. The smallest rank is the best.
     using Rank = std::tuple<bool, bool, bool, int>;
     bool has_gid = false;
     Rank best_rank;
-    for (int index = 0; index < attributes_.gid_tbl_len; ++index) {
+    for (int index = 0; index < port_attributes_.gid_tbl_len; ++index) {
         ibv_gid_entry entry{};
         if (ibv_query_gid_ex(context_.get(), port_, static_cast<std::uint32_t>(index), &entry, 0) != 0) {
-            continue; // An empty entry of the table.
+            continue; // The entry of the table is empty.
         }
         Rank rank{false, false, false, index};
-        if (attributes_.link_layer == IBV_LINK_LAYER_ETHERNET) {
+        if (port_attributes_.link_layer == IBV_LINK_LAYER_ETHERNET) {
             const bool is_ipv4 = starts_with(entry.gid, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff});
             rank = {entry.gid_type != IBV_GID_TYPE_ROCE_V2, !is_ipv4, starts_with(entry.gid, {0xfe, 0x80}), index};
         }

@@ -1,4 +1,4 @@
-// The exception for a failed libibverbs call: the name of the function and its errno.
+// The exception of native/verbs: the name of the failed function or the refused request, and an errno.
 #pragma once
 
 #include <cerrno>
@@ -9,17 +9,16 @@ namespace gdrkit::verbs {
 
 class Error : public std::runtime_error {
 public:
-    Error(const std::string& operation, int number, const std::string& detail = {})
-        : std::runtime_error(operation + (detail.empty() ? "" : " (" + detail + ")")), number_(number) {}
+    Error(const std::string& operation, int error_number, const std::string& detail = {})
+        : std::runtime_error(operation + (detail.empty() ? "" : " (" + detail + ")")), error_number_(error_number) {}
 
-    int number() const noexcept { return number_; }
+    int error_number() const noexcept { return error_number_; }
 
 private:
-    int number_;
+    int error_number_;
 };
 
-// Returns errno after a libibverbs function that returned a null pointer. Returns EIO if the function did not set
-// errno.
+// Returns the errno of the call that has just failed, or EIO if the call did not set errno.
 inline int last_errno() noexcept {
     return errno != 0 ? errno : EIO;
 }

@@ -1,4 +1,4 @@
-// An RDMA initiator: bursts over all queue pairs for the throughput, and single operations for the latency.
+// An RDMA initiator that measures the throughput of bursts over all queue pairs, and the latency of single operations.
 #include "verbs/initiator.hpp"
 
 #include <sched.h>
@@ -15,9 +15,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t completions_per_poll = 64;
-// Number of polls without a completion between two reads of the clock. After each read, this thread yields the
+// Number of polls without a completion between two checks of the time limit. After each check, this thread yields the
 // processor.
-constexpr unsigned polls_per_clock_read = 256;
+constexpr unsigned polls_per_time_check = 256;
 // The wr_id of the last operation of a list has two halves: the upper half is the index of the queue pair, and the
 // lower half is the number of operations in the list.
 constexpr unsigned count_bits = 32;
@@ -43,10 +43,10 @@ Initiator::Initiator(const std::string& device, std::size_t memory_bytes, std::s
     : device_(device), memory_bytes_(memory_bytes),
       staging_(std::array<Device*, 1>{&device_}, make_single_buffer_layout(memory_bytes)),
       buffer_(staging_.take(memory_bytes)), depth_max_(depth_max),
-      completions_(device_, static_cast<int>(depth_max * queue_pairs)), transfers_(depth_max),
+      completion_queue_(device_, static_cast<int>(depth_max * queue_pairs)), transfers_(depth_max),
       polled_completions_(completions_per_poll) {
     for (std::size_t index = 0; index < queue_pairs; ++index) {
-        pairs_.push_back(std::make_unique<QueuePair>(device_, completions_, depth_max));
+        pairs_.push_back(std::make_unique<QueuePair>(device_, completion_queue_, depth_max));
     }
     in_progress_counts_.resize(queue_pairs);
 }
@@ -105,8 +105,8 @@ void Initiator::post(const Burst& burst, std::size_t pair_index, std::uint64_t f
 
 bool Initiator::poll_completions(const Burst& burst, Outcome& outcome) {
     const auto begin_time = Clock::now();
-    for (unsigned polls_count = 1;; ++polls_count) {
-        const int count = completions_.poll(polled_completions_);
+    for (unsigned poll_count = 1;; ++poll_count) {
+        const int count = completion_queue_.poll(polled_completions_);
         for (int index = 0; index < count; ++index) {
             const ibv_wc& completion = polled_completions_[static_cast<std::size_t>(index)];
             if (completion.status != IBV_WC_SUCCESS) {
@@ -114,14 +114,14 @@ bool Initiator::poll_completions(const Burst& burst, Outcome& outcome) {
                 outcome.vendor_error = completion.vendor_err;
                 return false;
             }
-            const auto operations_count = static_cast<std::uint32_t>(completion.wr_id);
-            in_progress_counts_[completion.wr_id >> count_bits] -= operations_count;
-            outcome.done += operations_count;
+            const auto operation_count = static_cast<std::uint32_t>(completion.wr_id);
+            in_progress_counts_[completion.wr_id >> count_bits] -= operation_count;
+            outcome.done += operation_count;
         }
         if (count > 0) {
             return true;
         }
-        if (polls_count % polls_per_clock_read == 0) {
+        if (poll_count % polls_per_time_check == 0) {
             if (Clock::now() - begin_time > burst.time_limit) {
                 outcome.timed_out = true;
                 return false;
@@ -135,27 +135,27 @@ Outcome Initiator::run(const Burst& burst) {
     check_burst(burst);
     Outcome outcome;
     std::uint64_t posted_count = 0;
-    std::size_t pair_index = 0; // The queue pairs take turns.
+    std::size_t pair_index = 0; // Queue pair for the next list. The queue pairs take turns.
     std::fill(in_progress_counts_.begin(), in_progress_counts_.end(), 0);
     const auto begin_time = Clock::now();
     while (outcome.done < burst.operations) {
-        std::size_t full_pairs_count = 0; // Consecutive queue pairs without space.
+        std::size_t full_pair_count = 0; // Number of consecutive queue pairs without space for the list.
         while (posted_count < burst.operations && posted_count - outcome.done < burst.depth &&
-               full_pairs_count < pairs_.size()) {
-            const auto list_length = std::min<std::uint64_t>(
+               full_pair_count < pairs_.size()) {
+            const auto next_list_length = std::min<std::uint64_t>(
                 {burst.list_length, burst.operations - posted_count, burst.depth - (posted_count - outcome.done)});
-            const auto count = static_cast<std::uint32_t>(list_length);
-            // Do not post an incomplete list, unless it is the last one. Wait until a complete list fits into the
-            // depth.
-            if (count < burst.list_length && posted_count + count < burst.operations) {
+            const auto operation_count = static_cast<std::uint32_t>(next_list_length);
+            // An incomplete list is posted only if it is the last one. Otherwise, wait for completions until a complete
+            // list fits into the depth.
+            if (operation_count < burst.list_length && posted_count + operation_count < burst.operations) {
                 break;
             }
-            if (in_progress_counts_[pair_index] + count > depth_max_) {
-                ++full_pairs_count;
+            if (in_progress_counts_[pair_index] + operation_count > depth_max_) {
+                ++full_pair_count;
             } else {
-                full_pairs_count = 0;
-                post(burst, pair_index, posted_count, count);
-                posted_count += count;
+                full_pair_count = 0;
+                post(burst, pair_index, posted_count, operation_count);
+                posted_count += operation_count;
             }
             pair_index = (pair_index + 1) % pairs_.size();
         }

@@ -25,7 +25,7 @@ struct Burst {
     std::uint32_t slots = 1;       // Number of slots.
     std::uint64_t operations = 0;  // Number of operations.
     std::uint32_t depth = 1;       // Number of operations in progress at the same time, over all queue pairs.
-    std::uint32_t list_length = 1; // Number of operations per ibv_post_send. Only the last one is signaled.
+    std::uint32_t list_length = 1; // Number of operations per ibv_post_send. Only the last of a list is signaled.
     std::uint64_t remote_address = 0;
     std::uint32_t remote_key = 0;
     std::chrono::nanoseconds time_limit{0}; // Longest time without a completion.
@@ -42,18 +42,21 @@ struct Outcome {
 
 class Initiator {
 public:
-    // Throws Error with the errno of the failed call.
+    // `depth_max`: largest number of operations in progress on each queue pair. Throws Error with the errno of the
+    // failed call.
     Initiator(const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs, std::uint32_t depth_max);
 
     std::vector<Endpoint> endpoints() const;
-    // Connects each queue pair to one peer, in the order of endpoints(). Throws Error: EINVAL if there are more or
-    // fewer peers than queue pairs.
+    // Connects each queue pair to one peer, in the order of endpoints(). Each queue pair has at most `reads_max` RDMA
+    // READs in progress, or fewer if the device allows fewer. Throws Error: EINVAL if there are more or fewer peers
+    // than queue pairs, or the errno of ibv_modify_qp.
     void connect(std::span<const Endpoint> peers, std::uint8_t reads_max);
     std::uint8_t reads_max() const noexcept { return device_.reads_max(); }
     std::span<std::byte> memory() const noexcept { return {buffer_.data, memory_bytes_}; }
     const std::string& name() const noexcept { return device_.name(); }
 
-    // Runs all operations. Throws Error: EINVAL for an invalid burst, or the errno of ibv_post_send.
+    // Runs all operations of the burst, unless one fails or the time limit passes. Throws Error: EINVAL for an invalid
+    // burst, the errno of ibv_post_send, or EIO if ibv_poll_cq fails.
     Outcome run(const Burst& burst);
     // Runs the operations one after another on the first queue pair, and writes the time of each operation to
     // `times_ns`. This span must have burst.operations elements.
@@ -61,6 +64,7 @@ public:
 
 private:
     void check_burst(const Burst& burst) const;
+    // Posts `count` operations as one list, of which the first is operation number `first_operation` of the burst.
     void post(const Burst& burst, std::size_t pair_index, std::uint64_t first_operation, std::uint32_t count);
     // Waits for at least one completion. Returns false on a timeout or a failed completion.
     bool poll_completions(const Burst& burst, Outcome& outcome);
@@ -70,10 +74,10 @@ private:
     Staging staging_;
     Staging::Buffer buffer_;
     std::uint32_t depth_max_;
-    CompletionQueue completions_;
+    CompletionQueue completion_queue_;
     std::vector<std::unique_ptr<QueuePair>> pairs_;
-    std::vector<std::uint32_t> in_progress_counts_; // Operations in progress of each queue pair.
-    std::vector<Transfer> transfers_;               // The list to post.
+    std::vector<std::uint32_t> in_progress_counts_; // Number of operations in progress on each queue pair.
+    std::vector<Transfer> transfers_;               // The list that post() fills and posts.
     std::vector<ibv_wc> polled_completions_;
 };
 

@@ -1,5 +1,4 @@
-// gdrkit.verbs._initiator: the RDMA initiator of initiator.hpp for Python. It releases the GIL while it posts and
-// polls.
+// gdrkit.verbs._initiator: the RDMA initiator of initiator.hpp for Python. The GIL is released during each measurement.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -31,7 +30,7 @@ template <typename Function> auto run_without_gil(const Function& function) {
         try {
             return function();
         } catch (const Error& error) {
-            error_number = error.number();
+            error_number = error.error_number();
             message = error.what();
         }
     }
@@ -87,7 +86,8 @@ nb::dict make_dict(const Outcome& outcome) {
 }
 
 void bind(nb::module_& module) {
-    nb::class_<Initiator>(module, "Initiator", "Queue pairs and their local memory. The methods run without the GIL.")
+    nb::class_<Initiator>(module, "Initiator",
+                          "Queue pairs and their local memory. connect(), run() and run_singly() release the GIL.")
         .def(
             "__init__",
             [](Initiator* self, const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs,
@@ -125,8 +125,8 @@ void bind(nb::module_& module) {
                 return nb::steal<nb::object>(view);
             },
             nb::sig("def memory(self) -> memoryview"),
-            "Return a view of the memory. Delete the view before this object, because it does not keep the memory "
-            "alive.")
+            "Return a view of the memory. Delete the view before this object, because the view does not own the "
+            "memory.")
         .def(
             "run",
             [](Initiator& self, bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key,

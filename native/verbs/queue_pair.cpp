@@ -14,13 +14,20 @@ namespace {
 
 // The NIC sends a packet again if it is not acknowledged within 67 ms (exponent 14), up to 7 times. So the failure of a
 // peer is detected within a second.
-constexpr std::uint8_t timeout_exponent = 14, retry_count = 7, rnr_retry_count = 6, rnr_timer_code = 12, hop_limit = 64;
+constexpr std::uint8_t timeout_exponent = 14, retry_count = 7;
+// If a receiver has no receive posted, the sender's NIC tries the send again after 0.64 ms (code 12), up to 6 times.
+// ibv_modify_qp requires both values, although the transfers here need no receives.
+constexpr std::uint8_t rnr_retry_count = 6, rnr_timer_code = 12;
+constexpr std::uint8_t hop_limit = 64;
+// Number of events that one call of ibv_ack_cq_events acknowledges.
 constexpr unsigned events_per_ack = 64;
 
+// IBV_MTU_256 is 1, and each further code means twice the size.
 std::uint32_t convert_mtu_to_bytes(ibv_mtu mtu) {
     return 128U << mtu;
 }
 
+// Returns the code of the largest MTU that is at most `bytes`, or IBV_MTU_256.
 ibv_mtu convert_bytes_to_mtu(std::uint32_t bytes) {
     int code = IBV_MTU_256;
     while (code < IBV_MTU_4096 && convert_mtu_to_bytes(static_cast<ibv_mtu>(code + 1)) <= bytes) {
@@ -79,10 +86,10 @@ void CompletionQueue::take_events() {
     }
 }
 
-QueuePair::QueuePair(const Device& device, CompletionQueue& completions, std::uint32_t transfers_max)
+QueuePair::QueuePair(const Device& device, CompletionQueue& completion_queue, std::uint32_t transfers_max)
     : device_(&device), psn_(0), transfers_max_(transfers_max) {
     ibv_qp_init_attr attributes{};
-    attributes.send_cq = attributes.recv_cq = completions.get();
+    attributes.send_cq = attributes.recv_cq = completion_queue.get();
     attributes.cap.max_send_wr = transfers_max;
     attributes.cap.max_recv_wr = 1;
     attributes.cap.max_send_sge = attributes.cap.max_recv_sge = 1;
@@ -94,7 +101,7 @@ QueuePair::QueuePair(const Device& device, CompletionQueue& completions, std::ui
     if (getrandom(&psn_, sizeof psn_, 0) != static_cast<ssize_t>(sizeof psn_)) {
         throw Error("getrandom", last_errno());
     }
-    psn_ &= 0xffffff;
+    psn_ &= 0xffffff; // A packet sequence number has 24 bits.
     requests_.resize(transfers_max);
     scatter_gather_entries_.resize(transfers_max);
 }

@@ -12,6 +12,7 @@ namespace gdrkit::verbs {
 // A completion queue with a completion channel.
 class CompletionQueue {
 public:
+    // `depth`: number of completions for which the queue has space.
     CompletionQueue(const Device& device, int depth);
     CompletionQueue(const CompletionQueue&) = delete;
     CompletionQueue& operator=(const CompletionQueue&) = delete;
@@ -37,25 +38,26 @@ private:
 struct Transfer {
     enum class Direction : std::uint8_t { to_peer, from_peer };
     Direction direction;
-    bool signaled;
+    bool signaled; // If false, the transfer has a completion only if it fails.
     std::uint32_t length_bytes;
-    void* local;
+    void* local; // Address in the memory of this side.
     std::uint32_t local_key;
     std::uint32_t remote_key;
     std::uint64_t remote_address;
-    std::uint64_t id;
+    std::uint64_t id; // The wr_id of the completion.
 };
 
 class QueuePair {
 public:
-    QueuePair(const Device& device, CompletionQueue& completions, std::uint32_t transfers_max);
+    // `transfers_max`: largest number of transfers that can be in progress.
+    QueuePair(const Device& device, CompletionQueue& completion_queue, std::uint32_t transfers_max);
 
     Endpoint endpoint() const;
-    // Moves the queue pair from RESET to ready-to-send. `reads_max`: max_rd_atomic, the number of RDMA READs in
-    // progress. Throws Error with the errno of ibv_modify_qp.
+    // Moves the queue pair from RESET over INIT and RTR (ready to receive) to RTS (ready to send). `reads_max`
+    // (max_rd_atomic) is the largest number of RDMA READs in progress. Throws Error with the errno of ibv_modify_qp.
     void connect(const Endpoint& peer, std::uint8_t reads_max);
-    // Posts the transfers as one list, in order. Returns 0 or an errno, and sets `posted_count` to the number of posted
-    // transfers.
+    // Posts the transfers as one list, in order. Returns 0 or an errno (ENOMEM: more than transfers_max() transfers),
+    // and sets `posted_count` to the number of posted transfers.
     int post(std::span<const Transfer> transfers, std::size_t& posted_count);
     std::uint32_t transfers_max() const noexcept { return transfers_max_; }
 

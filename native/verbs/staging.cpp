@@ -11,34 +11,35 @@ namespace {
 
 constexpr std::size_t huge_page_bytes = 2UL << 20;
 
-constexpr std::size_t round_up(std::size_t size_bytes) noexcept {
+constexpr std::size_t round_up_to_huge_page(std::size_t size_bytes) noexcept {
     return (size_bytes + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
 }
 
-// Maps anonymous memory that begins at a huge page, and asks for huge pages. The registration of a huge page pins one
-// page instead of 512.
+// Maps anonymous memory that begins at a multiple of the huge page size, and asks the kernel for huge pages. The
+// registration of a huge page pins one page instead of 512.
 std::byte* map_aligned(std::size_t size_bytes) {
+    // Map one huge page more than needed, and then unmap the bytes before the aligned address and after the end.
     const std::size_t mapped_bytes = size_bytes + huge_page_bytes;
     void* const mapped = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) {
         throw Error("mmap", last_errno());
     }
     auto* const begin = static_cast<std::byte*>(mapped);
-    const std::size_t head_bytes =
-        round_up(reinterpret_cast<std::uintptr_t>(begin)) - reinterpret_cast<std::uintptr_t>(begin);
-    if (head_bytes != 0) {
-        munmap(begin, head_bytes);
+    const std::size_t unaligned_bytes =
+        round_up_to_huge_page(reinterpret_cast<std::uintptr_t>(begin)) - reinterpret_cast<std::uintptr_t>(begin);
+    if (unaligned_bytes != 0) {
+        munmap(begin, unaligned_bytes);
     }
-    munmap(begin + head_bytes + size_bytes, huge_page_bytes - head_bytes);
-    madvise(begin + head_bytes, size_bytes, MADV_HUGEPAGE);
-    return begin + head_bytes;
+    munmap(begin + unaligned_bytes + size_bytes, huge_page_bytes - unaligned_bytes);
+    madvise(begin + unaligned_bytes, size_bytes, MADV_HUGEPAGE);
+    return begin + unaligned_bytes;
 }
 
 } // namespace
 
 Staging::Staging(std::span<Device* const> devices, const Layout& layout)
-    : layout_(layout),
-      size_bytes_(round_up(layout.small_bytes * layout.small_count + layout.large_bytes * layout.large_count)),
+    : layout_(layout), size_bytes_(round_up_to_huge_page(layout.small_bytes * layout.small_count +
+                                                         layout.large_bytes * layout.large_count)),
       memory_(map_aligned(size_bytes_)) {
     for (Device* const device : devices) {
         // The region has no remote access, because only this side starts transfers.

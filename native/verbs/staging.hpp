@@ -12,15 +12,16 @@ namespace gdrkit::verbs {
 
 class Staging {
 public:
+    // Size and number of the small buffers and of the large buffers.
     struct Layout {
         std::size_t small_bytes, small_count;
         std::size_t large_bytes, large_count;
     };
-    // A buffer of the staging memory. `data` is null if no buffer was free.
+    // A buffer of the staging memory. `data` is null if take() found no free buffer.
     struct Buffer {
         std::byte* data = nullptr;
         std::size_t size = 0;
-        std::uint32_t index = 0;
+        std::uint32_t index = 0; // Number of the buffer in the staging memory, for release().
         explicit operator bool() const noexcept { return data != nullptr; }
     };
 
@@ -29,8 +30,9 @@ public:
     Staging& operator=(const Staging&) = delete;
     ~Staging();
 
-    // Returns a free buffer of the smallest size that fits; its `data` is null if none is free. Uses the buffer that
-    // was released last, because its memory is still in the processor cache.
+    // Returns a free buffer of the smaller of the two sizes that fits. If no buffer of this size is free, `data` is
+    // null, even if a larger one is free. The buffer that was released last is used first, because its memory is still
+    // in the processor cache.
     Buffer take(std::size_t size_bytes);
     void release(const Buffer& buffer);
     std::size_t large_bytes() const noexcept { return layout_.large_bytes; }

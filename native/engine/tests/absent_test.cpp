@@ -12,12 +12,14 @@ int main() {
     const Bytes data = pattern(3 * mib, 1);
     const Descriptor fd = create_file(folder.path_of("file"), data);
     const auto file = std::make_shared<File>(duplicate(fd));
-    Engine engine(small_tuning(), -1);
+    Engine engine(small_tuning(), any_node);
     Bytes memory(data.size());
     CHECK(is_complete(transfer(engine, Direction::read, host_memory, file, 0, address_of(memory), data.size()),
                       data.size()));
     CHECK(memory == data);
+    // A failure to load the driver is not cached, so the second round tries again.
     for (int round = 0; round < 2; ++round) {
+        // The job fails before it uses its device address, here 4096.
         const Progress progress = transfer(engine, Direction::read, 0, file, 0, 4096, data.size());
         CHECK(progress.failure && progress.failure->number == ENOENT && progress.bytes == 0);
         CHECK(std::string(progress.failure->operation) == "dlopen");

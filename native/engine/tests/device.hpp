@@ -12,30 +12,33 @@ namespace gdrkit::engine::test {
 template <typename... Arguments> int call_driver(const char* symbol, Arguments... arguments) {
     static void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     CHECK(library != nullptr);
-    void* const entry = dlsym(library, symbol);
-    CHECK(entry != nullptr);
-    return reinterpret_cast<int (*)(Arguments...)>(entry)(arguments...);
+    void* const function_address = dlsym(library, symbol);
+    CHECK(function_address != nullptr);
+    return reinterpret_cast<int (*)(Arguments...)>(function_address)(arguments...);
 }
 
-// Memory of one device, initially filled with 0xa5. Each method makes its context current and restores the previous
-// context.
-class Memory {
+// The byte with which a DeviceMemory is filled at first.
+constexpr std::byte filler{0xa5};
+
+// Memory of one device, initially filled with `filler`. Each method makes the primary context of the device current,
+// and restores the previous context.
+class DeviceMemory {
 public:
-    Memory(int device, u64 length) : device_(device), length_(length) {
+    DeviceMemory(int device, u64 length) : device_(device), length_(length) {
         CHECK(call_driver("cuInit", 0U) == 0);
         CHECK(call_driver("cuDevicePrimaryCtxRetain", &context_, device) == 0);
         in_context([&] { CHECK(call_driver("cuMemAlloc_v2", &address_, length) == 0); });
         fill();
     }
-    Memory(const Memory&) = delete;
-    Memory& operator=(const Memory&) = delete;
-    ~Memory() {
+    DeviceMemory(const DeviceMemory&) = delete;
+    DeviceMemory& operator=(const DeviceMemory&) = delete;
+    ~DeviceMemory() {
         in_context([&] { CHECK(call_driver("cuMemFree_v2", address_) == 0); });
         CHECK(call_driver("cuDevicePrimaryCtxRelease_v2", device_) == 0);
     }
     u64 address() const { return address_; }
     int device() const { return device_; }
-    void fill() { write(Bytes(length_, std::byte{0xa5})); }
+    void fill() { write(Bytes(length_, filler)); }
     void write(const Bytes& bytes) {
         in_context([&] {
             CHECK(call_driver("cuMemcpyHtoD_v2", address_, static_cast<const void*>(bytes.data()), u64{bytes.size()}) ==
@@ -58,8 +61,8 @@ private:
     template <typename Function> void in_context(const Function& function) {
         CHECK(call_driver("cuCtxPushCurrent_v2", context_) == 0);
         function();
-        void* popped = nullptr;
-        CHECK(call_driver("cuCtxPopCurrent_v2", &popped) == 0);
+        void* popped_context = nullptr;
+        CHECK(call_driver("cuCtxPopCurrent_v2", &popped_context) == 0);
     }
 
     const int device_;

@@ -15,14 +15,15 @@ namespace {
 
 constexpr Access access_modes[] = {Access::automatic, Access::buffered, Access::direct};
 
-std::shared_ptr<File> descriptor_file(const Descriptor& fd) {
+std::shared_ptr<File> make_file(const Descriptor& fd) {
     return std::make_shared<File>(duplicate(fd));
 }
 
+// Reads into the middle of a DeviceMemory, whose other bytes stay unchanged.
 void check_reads(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(5 * mib + 777, 1);
     const Descriptor fd = create_file(folder.path_of("read"), data);
-    Memory memory(0, 6 * mib);
+    DeviceMemory memory(0, 6 * mib);
     for (const Access access : access_modes) {
         for (const u64 offset : {u64{0}, u64{4095}, mib + 1}) {
             for (const bool is_cold : {false, true}) {
@@ -31,12 +32,12 @@ void check_reads(const Folder& folder, Engine& engine) {
                 }
                 memory.fill();
                 const u64 length = data.size() - offset - 5;
-                CHECK(is_complete(transfer(engine, Direction::read, 0, descriptor_file(fd), offset,
-                                           memory.address() + 3, length, access),
-                                  length));
+                CHECK(is_complete(
+                    transfer(engine, Direction::read, 0, make_file(fd), offset, memory.address() + 3, length, access),
+                    length));
                 CHECK(memory.read(3, length) == sub_range(data, offset, length));
-                CHECK(memory.read(0, 3) == Bytes(3, std::byte{0xa5}));
-                CHECK(memory.read(3 + length, 64) == Bytes(64, std::byte{0xa5}));
+                CHECK(memory.read(0, 3) == Bytes(3, filler));
+                CHECK(memory.read(3 + length, 64) == Bytes(64, filler));
             }
         }
     }
@@ -46,17 +47,18 @@ void check_reads(const Folder& folder, Engine& engine) {
 void check_writes(const Folder& folder, Engine& engine) {
     Bytes data = pattern(5 * mib, 2);
     const Descriptor fd = create_file(folder.path_of("written"), data);
-    Memory memory(0, 4 * mib);
+    DeviceMemory memory(0, 4 * mib);
     for (const Access access : access_modes) {
         for (const u64 offset : {u64{0}, u64{511}, 2 * mib + 5}) {
-            const Bytes written = pattern(4 * mib, static_cast<unsigned>(offset % 251) + static_cast<unsigned>(access));
-            memory.write(written);
+            const Bytes new_data =
+                pattern(4 * mib, static_cast<unsigned>(offset % 251) + static_cast<unsigned>(access));
+            memory.write(new_data);
             const u64 length = 3 * mib + 17;
-            CHECK(is_complete(transfer(engine, Direction::write, 0, descriptor_file(fd), offset, memory.address() + 1,
-                                       length, access),
-                              length));
+            CHECK(is_complete(
+                transfer(engine, Direction::write, 0, make_file(fd), offset, memory.address() + 1, length, access),
+                length));
             data.resize(std::max<std::size_t>(data.size(), offset + length));
-            std::copy_n(written.begin() + 1, length, data.begin() + static_cast<std::ptrdiff_t>(offset));
+            std::copy_n(new_data.begin() + 1, length, data.begin() + static_cast<std::ptrdiff_t>(offset));
             CHECK(contents(fd) == data);
         }
     }
@@ -67,7 +69,7 @@ void check_many_ranges(const Folder& folder, Engine& engine) {
     std::mt19937_64 random(3);
     const Bytes data = pattern(2 * mib, 3);
     const Descriptor fd = create_file(folder.path_of("ranges"), data);
-    Memory memory(0, 8 * mib);
+    DeviceMemory memory(0, 8 * mib);
     std::vector<Extent> extents;
     Bytes expected;
     while (expected.size() < 5 * mib) {
@@ -78,7 +80,7 @@ void check_many_ranges(const Folder& folder, Engine& engine) {
         expected.insert(expected.end(), chunk.begin(), chunk.end());
     }
     drop_cache(fd, mib);
-    const auto job = start_job(engine, Direction::read, 0, {descriptor_file(fd)}, extents);
+    const auto job = start_job(engine, Direction::read, 0, {make_file(fd)}, extents);
     CHECK(job->wait(-1) && is_complete(job->progress(), expected.size()));
     CHECK(memory.read(0, expected.size()) == expected);
 }
@@ -87,23 +89,24 @@ void check_many_ranges(const Folder& folder, Engine& engine) {
 // because the driver refuses a copy across the end of an allocation.
 void check_neighbouring_allocations(const Folder& folder, Engine& engine) {
     constexpr u64 allocation_bytes = 2 * mib, range_bytes = 4 * kib;
-    std::vector<std::unique_ptr<Memory>> memories;
+    std::vector<std::unique_ptr<DeviceMemory>> memories;
     for (int count = 0; count < 16; ++count) {
-        memories.push_back(std::make_unique<Memory>(0, allocation_bytes));
+        memories.push_back(std::make_unique<DeviceMemory>(0, allocation_bytes));
     }
-    std::ranges::sort(memories, {}, &Memory::address);
+    std::ranges::sort(memories, {}, &DeviceMemory::address);
     std::vector<Extent> extents;
     int adjacent_pairs_count = 0;
     for (std::size_t index = 0; index + 1 < memories.size(); ++index) {
-        const u64 end = memories[index]->address() + allocation_bytes, next_begin = memories[index + 1]->address();
-        adjacent_pairs_count += end == next_begin ? 1 : 0;
-        extents.push_back(Extent{0, extents.size() * range_bytes, end - range_bytes, range_bytes});
+        const u64 allocation_end = memories[index]->address() + allocation_bytes,
+                  next_begin = memories[index + 1]->address();
+        adjacent_pairs_count += allocation_end == next_begin ? 1 : 0;
+        extents.push_back(Extent{0, extents.size() * range_bytes, allocation_end - range_bytes, range_bytes});
         extents.push_back(Extent{0, extents.size() * range_bytes, next_begin, range_bytes});
     }
     CHECK(adjacent_pairs_count > 0);
     const Bytes data = pattern(extents.size() * range_bytes, 8);
     const Descriptor fd = create_file(folder.path_of("neighbours"), data);
-    const auto job = start_job(engine, Direction::read, 0, {descriptor_file(fd)}, extents);
+    const auto job = start_job(engine, Direction::read, 0, {make_file(fd)}, extents);
     CHECK(job->wait(-1) && is_complete(job->progress(), data.size()));
     for (std::size_t index = 0; index + 1 < memories.size(); ++index) {
         CHECK(memories[index]->read(allocation_bytes - range_bytes, range_bytes) ==
@@ -116,15 +119,15 @@ void check_neighbouring_allocations(const Folder& folder, Engine& engine) {
 void check_a_short_file(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(mib + 5, 4);
     const Descriptor fd = create_file(folder.path_of("short"), data);
-    Memory memory(0, 2 * mib);
-    const auto job =
-        start_job(engine, Direction::read, 0, {descriptor_file(fd)}, {Extent{0, 0, memory.address(), 2 * mib}});
+    DeviceMemory memory(0, 2 * mib);
+    const auto job = start_job(engine, Direction::read, 0, {make_file(fd)}, {Extent{0, 0, memory.address(), 2 * mib}});
     CHECK(job->wait(-1) && !job->progress().failure && job->progress().bytes == data.size());
     CHECK(job->arrived_bytes()[0] == data.size() && memory.read(0, data.size()) == data);
-    CHECK(memory.read(data.size(), mib - 5) == Bytes(mib - 5, std::byte{0xa5}));
+    CHECK(memory.read(data.size(), mib - 5) == Bytes(mib - 5, filler));
 }
 
-void check_short_transfers(const Folder& folder, Engine& engine) {
+// Several callers make small transfers on two devices at the same time.
+void check_small_transfers(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(mib, 5);
     const Descriptor fd = create_file(folder.path_of("small"), data);
     std::vector<std::thread> callers;
@@ -132,7 +135,7 @@ void check_short_transfers(const Folder& folder, Engine& engine) {
         callers.emplace_back([&, caller_index] {
             const int device = caller_index % 2;
             File file(duplicate(fd));
-            Memory memory(device, 64 * kib);
+            DeviceMemory memory(device, 64 * kib);
             for (u64 round = 0; round < 40; ++round) {
                 const u64 length = 1 + round * 1009, offset = round * 7777 + static_cast<u64>(caller_index);
                 const IoResult result =
@@ -154,25 +157,25 @@ void check_many_callers(const Folder& folder, Engine& engine) {
         callers.emplace_back([&, caller_index] {
             const Bytes data = pattern(2 * mib, 50 + static_cast<unsigned>(caller_index));
             const Descriptor fd = create_file(folder.path_of("caller" + std::to_string(caller_index)), data);
-            const auto source = descriptor_file(fd);
-            const Descriptor copy = open_file(folder.path_of("copy" + std::to_string(caller_index)));
-            Memory memory(caller_index % 2, data.size());
+            const auto source_file = make_file(fd);
+            const Descriptor copy_fd = open_file(folder.path_of("copy" + std::to_string(caller_index)));
+            DeviceMemory memory(caller_index % 2, data.size());
             for (int round = 0; round < 4; ++round) {
                 memory.fill();
-                const auto job = start_job(engine, Direction::read, memory.device(), {source},
+                const auto job = start_job(engine, Direction::read, memory.device(), {source_file},
                                            {Extent{0, 0, memory.address(), data.size()}});
                 if (round == 2) {
                     job->cancel();
                 }
                 CHECK(job->wait(-1));
-                const u64 arrived = job->arrived_bytes()[0];
-                CHECK(arrived == data.size() || job->progress().is_cancelled);
-                CHECK(memory.read(0, arrived) == sub_range(data, 0, arrived));
+                const u64 arrived_bytes = job->arrived_bytes()[0];
+                CHECK(arrived_bytes == data.size() || job->progress().is_cancelled);
+                CHECK(memory.read(0, arrived_bytes) == sub_range(data, 0, arrived_bytes));
             }
-            CHECK(is_complete(transfer(engine, Direction::write, memory.device(), descriptor_file(copy), 0,
+            CHECK(is_complete(transfer(engine, Direction::write, memory.device(), make_file(copy_fd), 0,
                                        memory.address(), data.size()),
                               data.size()));
-            CHECK(contents(copy) == data);
+            CHECK(contents(copy_fd) == data);
         });
     }
     for (std::thread& caller : callers) {
@@ -180,26 +183,28 @@ void check_many_callers(const Folder& folder, Engine& engine) {
     }
 }
 
-// A device that does not exist fails only its own job.
+// A job for a device that does not exist fails. A later job for another device works.
 void check_missing_device(const Folder& folder, Engine& engine) {
     const Descriptor fd = create_file(folder.path_of("nowhere"), pattern(mib, 6));
-    const Progress progress = transfer(engine, Direction::read, 77, descriptor_file(fd), 0, 4096, mib);
-    CHECK(progress.failure && progress.failure->api == Api::cuda && progress.failure->number == 101 &&
-          progress.bytes == 0);
-    Memory memory(1, mib);
-    CHECK(is_complete(transfer(engine, Direction::read, 1, descriptor_file(fd), 0, memory.address(), mib), mib));
+    constexpr int missing_device = 77;
+    const Progress progress = transfer(engine, Direction::read, missing_device, make_file(fd), 0, 4096, mib);
+    CHECK(progress.failure && progress.failure->api == Api::cuda &&
+          progress.failure->number == gdrkit::cuda::invalid_device && progress.bytes == 0);
+    DeviceMemory memory(1, mib);
+    CHECK(is_complete(transfer(engine, Direction::read, 1, make_file(fd), 0, memory.address(), mib), mib));
 }
 
 // Returns the number of bytes that each thread of an engine has read, largest first. Returns an empty list if the
 // kernel does not count them.
 std::vector<u64> list_bytes_by_thread() {
     std::vector<u64> bytes_read;
-    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-        std::string name;
-        std::ifstream(task.path() / "comm") >> name;
+    for (const auto& thread_folder : std::filesystem::directory_iterator("/proc/self/task")) {
+        std::string thread_name;
+        std::ifstream(thread_folder.path() / "comm") >> thread_name;
         std::string counter_name; // The first line is "rchar: <bytes>".
         u64 bytes = 0;
-        if (std::ifstream counters(task.path() / "io"); name == "gdrkit-engine" && counters >> counter_name >> bytes) {
+        if (std::ifstream counters(thread_folder.path() / "io");
+            thread_name == "gdrkit-engine" && counters >> counter_name >> bytes) {
             bytes_read.push_back(bytes);
         }
     }
@@ -214,17 +219,17 @@ void check_direct_readers(const Folder& folder) {
     tuning.workers_count = 8;
     tuning.direct_readers_count = 2;
     tuning.direct_read_bytes = tuning.direct_min_bytes = 64U << 10U;
-    Engine engine(tuning, -1);
+    Engine engine(tuning, any_node);
     const Bytes data = pattern(16 * mib, 8);
     const Descriptor fd = create_file(folder.path_of("disk"), data);
-    Memory memory(0, data.size());
+    DeviceMemory memory(0, data.size());
     const Progress progress =
-        transfer(engine, Direction::read, 0, descriptor_file(fd), 0, memory.address(), data.size(), Access::direct);
+        transfer(engine, Direction::read, 0, make_file(fd), 0, memory.address(), data.size(), Access::direct);
     CHECK(is_complete(progress, data.size()) && memory.read(0, data.size()) == data);
-    const std::vector<u64> bytes = list_bytes_by_thread();
-    if (progress.direct_bytes == data.size() && !bytes.empty()) {
-        // Half of the bytes is enough, because another thread may take over if one of the two wakes up late.
-        CHECK(bytes[0] + bytes[1] > data.size() / 2);
+    const std::vector<u64> bytes_by_thread = list_bytes_by_thread();
+    if (progress.direct_bytes == data.size() && !bytes_by_thread.empty()) {
+        // Half of the bytes is enough, because another thread may take over if one of the two threads wakes up late.
+        CHECK(bytes_by_thread[0] + bytes_by_thread[1] > data.size() / 2);
     }
 }
 
@@ -232,17 +237,17 @@ void check_direct_readers(const Folder& folder) {
 
 int main() {
     const Folder folder;
-    check_direct_readers(folder); // This must run while no other engine has threads.
+    check_direct_readers(folder); // No other engine may have threads, because the check counts their reads.
     std::size_t open_files_before = 0;
     for (int round = 0; round < 2; ++round) {
         {
-            Engine engine(small_tuning(), -1);
+            Engine engine(small_tuning(), any_node);
             check_reads(folder, engine);
             check_writes(folder, engine);
             check_many_ranges(folder, engine);
             check_neighbouring_allocations(folder, engine);
             check_a_short_file(folder, engine);
-            check_short_transfers(folder, engine);
+            check_small_transfers(folder, engine);
             check_many_callers(folder, engine);
             check_missing_device(folder, engine);
         }

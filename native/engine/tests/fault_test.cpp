@@ -18,7 +18,8 @@ using namespace gdrkit::engine::test;
 
 namespace {
 
-// Number of allocations of the engine on this thread that still succeed, before one fails. -1: all succeed.
+// Number of allocations of the engine on this thread that still succeed, before one fails. With -1, all allocations
+// succeed.
 thread_local int allocations_left = -1;
 
 // Returns whether the caller is in this program, which contains the engine, and not in a library.
@@ -51,50 +52,55 @@ void operator delete(void* memory, std::size_t) noexcept {
 
 namespace {
 
-constexpr int out_of_memory = 2, unknown_error = 999; // CUresult.
+constexpr int out_of_memory = 2, unknown_error = 999; // CUDA_ERROR_OUT_OF_MEMORY and CUDA_ERROR_UNKNOWN.
 
-// Number of transfers with each engine. They are more than its threads, because a call may fail once in each thread.
+// Number of transfers with each engine, more than the threads of an engine, because a call may fail once in each
+// thread.
 constexpr int rounds_count = 8;
 
-void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory& memory, bool is_write, int status,
-                 int& failures) {
+// Transfers the data once, checks the bytes that arrived, and counts a failure, which must have the CUresult
+// `expected_result`.
+void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, DeviceMemory& memory, bool is_write,
+                 int expected_result, int& failures_count) {
     memory.fill();
     const auto job = start_job(engine, is_write ? Direction::write : Direction::read, 0,
                                {std::make_shared<File>(duplicate(fd))}, {Extent{0, 0, memory.address(), data.size()}});
     CHECK(job->wait(-1));
     const Progress progress = job->progress();
-    const u64 arrived = job->arrived_bytes()[0];
+    const u64 arrived_bytes = job->arrived_bytes()[0];
     if (progress.failure) {
-        ++failures;
-        CHECK(progress.failure->api == Api::cuda && progress.failure->number == status && arrived < data.size());
+        ++failures_count;
+        CHECK(progress.failure->api == Api::cuda && progress.failure->number == expected_result &&
+              arrived_bytes < data.size());
     } else {
-        CHECK(is_complete(progress, data.size()) && arrived == data.size());
+        CHECK(is_complete(progress, data.size()) && arrived_bytes == data.size());
     }
     // All bytes that are reported as arrived did arrive.
-    CHECK(is_write ? sub_range(contents(fd), 0, arrived) == Bytes(arrived, std::byte{0xa5})
-                   : memory.read(0, arrived) == sub_range(data, 0, arrived));
+    CHECK(is_write ? sub_range(contents(fd), 0, arrived_bytes) == Bytes(arrived_bytes, filler)
+                   : memory.read(0, arrived_bytes) == sub_range(data, 0, arrived_bytes));
     if (progress.failure && !is_write) {
         // After a failure no copy to the memory may be pending, because its owner may use it again.
         memory.fill();
         memory.synchronize();
-        CHECK(memory.read(0, data.size()) == Bytes(data.size(), std::byte{0xa5}));
+        CHECK(memory.read(0, data.size()) == Bytes(data.size(), filler));
     }
 }
 
-int run_large_transfers(bool is_write, int status) {
+int run_large_transfers(bool is_write, int expected_result) {
     const Folder folder;
     const Bytes data = pattern(3 * mib, 1);
     const Descriptor fd = create_file(folder.path_of("file"), data);
-    Memory memory(0, data.size());
+    DeviceMemory memory(0, data.size());
     const std::size_t open_files_before = count_open_files();
     for (int engine_index = 0; engine_index < 3; ++engine_index) {
-        Engine engine(small_tuning(), -1);
-        int failures = 0;
+        Engine engine(small_tuning(), any_node);
+        int failures_count = 0;
         for (int round = 0; round < rounds_count; ++round) {
-            check_round(engine, fd, data, memory, is_write, status, failures);
+            check_round(engine, fd, data, memory, is_write, expected_result, failures_count);
         }
-        CHECK(engine_index != 0 || failures >= 1);
-        CHECK(engine_index != 2 || failures == 0);
+        // The planned fault occurs with the first engine, and no fault is left for the last engine.
+        CHECK(engine_index != 0 || failures_count >= 1);
+        CHECK(engine_index != 2 || failures_count == 0);
     }
     CHECK(count_open_files() == open_files_before);
     return 0;
@@ -104,21 +110,21 @@ constexpr u64 small_bytes = 64 * kib;
 
 // When a failed small transfer returns, its copy must be over, because the caller may free its memory, and the next
 // transfer uses the staging memory.
-int run_small_transfers(bool is_write, int status) {
+int run_small_transfers(bool is_write, int expected_result) {
     const Folder folder;
     const Bytes data = pattern(small_bytes, 1);
     const Descriptor fd = create_file(folder.path_of("file"), data);
-    Memory memory(0, small_bytes);
-    Engine engine(small_tuning(), -1);
+    DeviceMemory memory(0, small_bytes);
+    Engine engine(small_tuning(), any_node);
     File file(duplicate(fd));
     const IoResult failed_result =
         engine.transfer_small(is_write ? Direction::write : Direction::read, file, 0, memory.address(), small_bytes, 0);
-    CHECK(failed_result.failure && failed_result.failure->number == status && failed_result.bytes == 0);
+    CHECK(failed_result.failure && failed_result.failure->number == expected_result && failed_result.bytes == 0);
     CHECK(contents(fd) == data);
     if (!is_write) {
         memory.fill();
         memory.synchronize();
-        CHECK(memory.read(0, small_bytes) == Bytes(small_bytes, std::byte{0xa5}));
+        CHECK(memory.read(0, small_bytes) == Bytes(small_bytes, filler));
     }
     const IoResult next_result = engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0);
     CHECK(!next_result.failure && next_result.bytes == small_bytes);
@@ -130,11 +136,11 @@ int run_small_transfers(bool is_write, int status) {
 // A thread that could not make a context current must also be able to wait for the copies.
 int run_drain_without_context() {
     const Bytes data = pattern(small_bytes, 3);
-    Memory memory(0, small_bytes);
+    DeviceMemory memory(0, small_bytes);
     Contexts contexts;
     const CopyStream stream(contexts.get(0), 1);
     // A copy from memory that is not pinned would end before copy_to_device() returns.
-    Staging staging(small_bytes, -1);
+    Staging staging(small_bytes, any_node);
     staging.pin();
     std::ranges::copy(data, staging.data());
     stream.copy_to_device(memory.address(), staging.data(), small_bytes);
@@ -145,7 +151,7 @@ int run_drain_without_context() {
     }).join();
     memory.fill();
     memory.synchronize();
-    CHECK(memory.read(0, small_bytes) == Bytes(small_bytes, std::byte{0xa5}));
+    CHECK(memory.read(0, small_bytes) == Bytes(small_bytes, filler));
     staging.unpin();
     return 0;
 }
@@ -155,14 +161,14 @@ void check_allocations() {
     const Folder folder;
     const Bytes data = pattern(small_bytes, 2);
     const Descriptor fd = create_file(folder.path_of("file"), data);
-    Memory memory(0, small_bytes);
+    DeviceMemory memory(0, small_bytes);
     File file(duplicate(fd));
-    int failures = 0;
-    for (bool has_reached_end = false; !has_reached_end; ++failures) {
-        CHECK(failures < 100);
-        Engine engine(small_tuning(), -1);
+    int failing_index = 0;
+    for (bool has_reached_end = false; !has_reached_end; ++failing_index) {
+        CHECK(failing_index < 100);
+        Engine engine(small_tuning(), any_node);
         memory.fill();
-        allocations_left = failures;
+        allocations_left = failing_index;
         try {
             CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0).bytes ==
                   small_bytes);
@@ -174,7 +180,7 @@ void check_allocations() {
         CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0).bytes == small_bytes);
         CHECK(memory.read(0, small_bytes) == data);
     }
-    CHECK(failures >= 3);
+    CHECK(failing_index >= 3);
 }
 
 // Executes this program in a child process and returns its exit status. A new process is needed because the twin reads
@@ -184,12 +190,12 @@ int run_child(std::vector<std::string> arguments) {
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        std::vector<char*> pointers{const_cast<char*>("child")};
+        std::vector<char*> argument_pointers{const_cast<char*>("child")};
         for (std::string& argument : arguments) {
-            pointers.push_back(argument.data());
+            argument_pointers.push_back(argument.data());
         }
-        pointers.push_back(nullptr);
-        execv("/proc/self/exe", pointers.data());
+        argument_pointers.push_back(nullptr);
+        execv("/proc/self/exe", argument_pointers.data());
         _exit(127);
     }
     int status = 0;
@@ -198,12 +204,12 @@ int run_child(std::vector<std::string> arguments) {
 }
 
 struct Fault {
-    const char* call;
+    const char* function;
     const char* call_number; // Which call fails, counted from 1, or a range of calls.
-    int status;
+    int result;              // The CUresult of the call.
     bool is_write;
-    bool is_small = false;
-    int runs_count = 1; // More than one run is needed if it is random which thread makes the call.
+    bool is_small = false; // The transfer is small (Engine::transfer_small).
+    int runs_count = 1;    // More than one run is needed if it is random which thread makes the call.
 };
 
 constexpr Fault faults[] = {
@@ -230,11 +236,13 @@ constexpr Fault faults[] = {
 
 } // namespace
 
-int main(int count, char** arguments) {
-    if (count == 2) {
+// Without arguments, the program runs itself as a child process for each fault. The arguments of a child are "drain",
+// or the size ("small" or "large"), the direction, and the CUresult of the failing call.
+int main(int arguments_count, char** arguments) {
+    if (arguments_count == 2) {
         return run_drain_without_context();
     }
-    if (count == 4) {
+    if (arguments_count == 4) {
         const bool is_write = std::string(arguments[2]) == "write";
         return (std::string(arguments[1]) == "small" ? run_small_transfers
                                                      : run_large_transfers)(is_write, std::stoi(arguments[3]));
@@ -244,24 +252,25 @@ int main(int count, char** arguments) {
     CHECK(setenv("GDRKIT_TWINS_LATE_US", "500000", 1) == 0);
     CHECK(run_child({"drain"}) == 0);
     const Folder folder;
-    const std::string plan = folder.path_of("plan");
+    const std::string plan_path = folder.path_of("plan");
     for (const Fault& fault : faults) {
         const char* const late_us = fault.is_small ? "500000" : fault.runs_count > 1 ? "20000" : "100";
-        std::ofstream(plan) << "gdrkit-faults 1\n"
-                            << fault.call << " call=" << fault.call_number << " status=" << fault.status << "\n";
-        CHECK(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1) == 0);
+        std::ofstream(plan_path) << "gdrkit-faults 1\n"
+                                 << fault.function << " call=" << fault.call_number << " status=" << fault.result
+                                 << "\n";
+        CHECK(setenv("GDRKIT_TWINS_FAULTS", plan_path.c_str(), 1) == 0);
         // The twin delays each copy by a random time up to this limit. So a copy for which no thread waits probably
         // ends after the checks of the test.
         CHECK(setenv("GDRKIT_TWINS_LATE_US", late_us, 1) == 0);
         const std::vector<std::string> arguments{fault.is_small ? "small" : "large", fault.is_write ? "write" : "read",
-                                                 std::to_string(fault.status)};
+                                                 std::to_string(fault.result)};
         int status = 0;
         for (int run = 0; status == 0 && run < fault.runs_count; ++run) {
             status = run_child(arguments);
         }
         if (status != 0) {
-            std::fprintf(stderr, "%s with %s failing (CUresult %d): the child process exited with %d\n",
-                         fault.is_write ? "write" : "read", fault.call, fault.status, status);
+            std::fprintf(stderr, "%s: after a failure of %s (CUresult %d), the child process exited with %d\n",
+                         fault.is_write ? "write" : "read", fault.function, fault.result, status);
         }
         CHECK(status == 0);
     }

@@ -20,7 +20,7 @@ namespace {
 constexpr u64 offsets[] = {0, 1, 511, 512, 4095, 4096, 4097, 12288};
 constexpr u64 lengths[] = {1, 4095, 4096, 4097, 8192, 65536, 100001};
 
-// Memory with the alignment of staging memory.
+// Memory that begins at a multiple of 4096 bytes, the alignment for O_DIRECT, and is filled with 0xa5.
 struct AlignedMemory {
     explicit AlignedMemory(u64 length)
         : length(length), bytes(static_cast<std::byte*>(std::aligned_alloc(4096, length))) {
@@ -64,12 +64,12 @@ void check_unaligned_writes(const Folder& folder) {
     unsigned seed = 3;
     for (const u64 offset : offsets) {
         for (const u64 length : lengths) {
-            const Bytes written = pattern(length, ++seed);
+            const Bytes new_data = pattern(length, ++seed);
             const AlignedMemory memory = aligned_memory_for(length);
-            std::memcpy(memory.bytes.get() + leading_bytes(file, offset), written.data(), length);
+            std::memcpy(memory.bytes.get() + leading_bytes(file, offset), new_data.data(), length);
             const IoResult result = write_direct(file, offset, length, memory.bytes.get());
             CHECK(!result.failure && result.bytes == length);
-            std::memcpy(data.data() + offset, written.data(), length);
+            std::memcpy(data.data() + offset, new_data.data(), length);
         }
         CHECK(contents(fd) == data);
     }
@@ -88,8 +88,8 @@ void check_end_of_file(const Folder& folder) {
         CHECK(!result.failure && result.bytes == expected_bytes);
         CHECK(expected_bytes == 0 ||
               std::memcmp(memory.bytes.get() + leading_bytes(file, offset), data.data() + offset, expected_bytes) == 0);
-        const IoResult buffered = read_buffered(file, offset, 65536, memory.bytes.get());
-        CHECK(!buffered.failure && buffered.bytes == expected_bytes);
+        const IoResult buffered_result = read_buffered(file, offset, 65536, memory.bytes.get());
+        CHECK(!buffered_result.failure && buffered_result.bytes == expected_bytes);
         CHECK(expected_bytes == 0 || std::memcmp(memory.bytes.get(), data.data() + offset, expected_bytes) == 0);
     }
 }
@@ -97,19 +97,21 @@ void check_end_of_file(const Folder& folder) {
 void check_residency(const Folder& folder) {
     const Descriptor fd = create_file(folder.path_of("cached"), pattern(mib, 6));
     CHECK(query_residency(fd.get(), 0, mib).state == CacheState::all);
-    CHECK(query_residency(fd.get(), 1, 1).pages == 1 && query_residency(fd.get(), 4095, 2).pages == 2);
+    CHECK(query_residency(fd.get(), 1, 1).pages_count == 1 && query_residency(fd.get(), 4095, 2).pages_count == 2);
     drop_cache(fd, 0, mib / 2);
     for (const auto& [offset, length] : {std::pair{u64{0}, mib}, {u64{5}, mib / 2}, {mib / 2 - 1, u64{2}}}) {
         const Residency by_cachestat = query_residency(fd.get(), offset, length);
         const Residency by_mincore = query_residency_by_mincore(fd.get(), offset, length);
-        CHECK(by_cachestat.pages == by_mincore.pages && by_cachestat.cached_pages == by_mincore.cached_pages &&
+        CHECK(by_cachestat.pages_count == by_mincore.pages_count &&
+              by_cachestat.cached_pages_count == by_mincore.cached_pages_count &&
               by_cachestat.state == by_mincore.state);
     }
     File file(duplicate(fd));
-    CHECK(file.residency_of(mib, mib).pages == 0 && file.residency_of(mib - 1, mib).pages == 1);
+    CHECK(file.residency_of(mib, mib).pages_count == 0 && file.residency_of(mib - 1, mib).pages_count == 1);
 }
 
-// The descriptors of a path are closed when its last pending byte is removed. An open file stays open.
+// A File that opens a path closes its descriptors when its last pending byte is removed. A File that was made from a
+// descriptor stays open.
 void check_descriptors(const Folder& folder) {
     const Descriptor fd = create_file(folder.path_of("held"), pattern(mib, 7));
     const std::size_t open_files_before = count_open_files();
@@ -137,7 +139,7 @@ void check_descriptors(const Folder& folder) {
     }
 }
 
-// A file without O_DIRECT support is read through the page cache, and the result says so.
+// A file without O_DIRECT support is read through the page cache, and `used_direct` of the result is not set.
 void check_without_direct() {
     const Descriptor fd(open("/proc/self/status", O_RDONLY | O_CLOEXEC));
     File file(duplicate(fd));
@@ -147,14 +149,15 @@ void check_without_direct() {
     CHECK(file.direct_open_errno() != 0 && file.direct_fd() < 0);
 }
 
-// A close waits for the calls that use the descriptor. It refuses new calls until the caller gives it up.
+// A close waits for the calls that use the descriptor. Meanwhile new calls are refused, until the caller gives up the
+// close.
 void check_uses(const Folder& folder) {
-    const std::size_t open_files = count_open_files();
+    const std::size_t open_files_before = count_open_files();
     const auto file = std::make_shared<File>(open_file(folder.path_of("uses")));
     file->direct_fd();
-    FileUse first(file);
-    FileUse second(file);
-    CHECK(first.file() && second.file() && !file->wait_until_unused(std::chrono::milliseconds(1)));
+    FileUse first_use(file);
+    FileUse second_use(file);
+    CHECK(first_use.file() && second_use.file() && !file->wait_until_unused(std::chrono::milliseconds(1)));
     std::atomic<bool> is_unused{false};
     {
         const FileClosing closing(*file);
@@ -162,19 +165,19 @@ void check_uses(const Folder& folder) {
             CHECK(file->wait_until_unused(gdrkit::no_limit));
             is_unused = true;
         });
-        first.end();
+        first_use.end();
         CHECK(!is_unused && !FileUse(file).file());
-        second.end();
+        second_use.end();
         closer.join();
     }
     CHECK(FileUse(file).file() && !file->is_closed());
     CHECK(file->begin_close({}) && !file->begin_close(std::chrono::milliseconds(1)));
-    std::thread next([&] { CHECK(file->begin_close(gdrkit::no_limit)); });
+    std::thread next_closer([&] { CHECK(file->begin_close(gdrkit::no_limit)); });
     { const FileClosing closing(*file, true); }
-    next.join();
+    next_closer.join();
     const FileClosing closing(*file, true);
     file->close();
-    CHECK(file->is_closed() && !FileUse(file).file() && count_open_files() == open_files);
+    CHECK(file->is_closed() && !FileUse(file).file() && count_open_files() == open_files_before);
 }
 
 // A forked child closes the file without a wait, because it has no thread that could end the uses of the parent.
@@ -184,14 +187,14 @@ void check_fork(const Folder& folder) {
     const FileUse use(file);
     const pid_t child = fork();
     if (child == 0) {
-        const std::size_t open_files = count_open_files();
+        const std::size_t open_files_before = count_open_files();
         const int fd = file->buffered_fd();
-        const std::size_t direct_count = file->direct_fd() >= 0 ? 1 : 0;
-        const auto replacement = file->replace_after_fork();
+        const std::size_t direct_descriptors_count = file->direct_fd() >= 0 ? 1 : 0;
+        const auto replacement_file = file->replace_after_fork();
         const bool is_same =
-            replacement->buffered_fd() == fd && replacement->wait_until_unused(std::chrono::seconds(0));
-        replacement->close();
-        _exit(is_same && count_open_files() == open_files - 1 - direct_count ? 0 : 1);
+            replacement_file->buffered_fd() == fd && replacement_file->wait_until_unused(std::chrono::seconds(0));
+        replacement_file->close();
+        _exit(is_same && count_open_files() == open_files_before - 1 - direct_descriptors_count ? 0 : 1);
     }
     int status = -1;
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);

@@ -26,6 +26,9 @@ using Bytes = std::vector<std::byte>;
 
 constexpr u64 kib = 1024, mib = 1024 * kib;
 
+// The tests let the engine use any NUMA node.
+constexpr int any_node = -1;
+
 // Returns settings with small sizes, so that a job of a few MiB has many chunks.
 inline Tuning small_tuning() {
     Tuning tuning;
@@ -111,6 +114,7 @@ inline std::size_t count_open_files() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
 }
 
+// Queues a job and returns it. The fields of an Extent are: index of the file, offset in the file, address, and length.
 inline std::shared_ptr<Job> start_job(Engine& engine, Direction direction, int device,
                                       std::vector<std::shared_ptr<File>> files, std::vector<Extent> extents,
                                       Access access = Access::automatic) {

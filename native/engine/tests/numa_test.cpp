@@ -20,8 +20,8 @@ void check_nodes(const Folder& folder) {
     write_line(sysfs + "/devices/system/node/online", "0");
     write_line(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "0");
     CHECK(node_of_device("0000:1c:00.0", sysfs) == -1); // With one node there is no choice.
-    for (const char* online : {"0-1", "0,3"}) {
-        write_line(sysfs + "/devices/system/node/online", online);
+    for (const char* online_nodes : {"0-1", "0,3"}) {
+        write_line(sysfs + "/devices/system/node/online", online_nodes);
         write_line(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "1");
         CHECK(node_of_device("0000:1C:00.0", sysfs) == 1); // CUDA writes the address in capitals.
         write_line(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "-1");
@@ -31,19 +31,19 @@ void check_nodes(const Folder& folder) {
 }
 
 void check_processors(const Folder& folder) {
-    cpu_set_t allowed, cpus;
-    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    cpu_set_t allowed_cpus, cpus;
+    CHECK(sched_getaffinity(0, sizeof allowed_cpus, &allowed_cpus) == 0);
     int cpu = 0;
-    while (!CPU_ISSET(cpu, &allowed)) {
+    while (!CPU_ISSET(cpu, &allowed_cpus)) {
         ++cpu;
     }
-    const std::string list_path = folder.path_of("cpus") + "/devices/system/node/node1/cpulist";
+    const std::string cpulist_path = folder.path_of("cpus") + "/devices/system/node/node1/cpulist";
     CHECK(!cpus_of_node(1, cpus, folder.path_of("cpus")) && !cpus_of_node(-1, cpus));
-    write_line(list_path, std::to_string(cpu) + ",1000-1023");
+    write_line(cpulist_path, std::to_string(cpu) + ",1000-1023");
     CHECK(cpus_of_node(1, cpus, folder.path_of("cpus")) && CPU_COUNT(&cpus) == 1 && CPU_ISSET(cpu, &cpus));
-    write_line(list_path, "0-1023,5000-999999");
-    CHECK(cpus_of_node(1, cpus, folder.path_of("cpus")) && CPU_EQUAL(&cpus, &allowed));
-    write_line(list_path, "");
+    write_line(cpulist_path, "0-1023,5000-999999");
+    CHECK(cpus_of_node(1, cpus, folder.path_of("cpus")) && CPU_EQUAL(&cpus, &allowed_cpus));
+    write_line(cpulist_path, "");
     CHECK(!cpus_of_node(1, cpus, folder.path_of("cpus")));
 }
 

@@ -10,6 +10,7 @@
 using namespace gdrkit::storage;
 
 int main() {
+    // RFC 3720, B.4: 32 bytes of zeros, 32 bytes of ones, and the bytes 0 to 31.
     std::vector<unsigned char> bytes(32, 0);
     CHECK(crc32c(bytes.data(), 32) == 0x8a9136aa);
     std::memset(bytes.data(), 0xff, 32);
@@ -21,14 +22,14 @@ int main() {
     CHECK(crc32c("123456789", 9) == 0xe3069283 && crc32c_portable("123456789", 9) == 0xe3069283);
     CHECK(crc32c(nullptr, 0) == 0);
 
-    std::mt19937 random(7);
+    std::mt19937 random_number(7);
     bytes.resize(7 * 4096 + 13);
     for (auto& byte : bytes) {
-        byte = static_cast<unsigned char>(random());
+        byte = static_cast<unsigned char>(random_number());
     }
     for (int round = 0; round < 2000; ++round) {
-        const std::size_t begin = random() % bytes.size(), length = random() % (bytes.size() - begin + 1);
-        const std::size_t split_offset = length == 0 ? 0 : random() % length;
+        const std::size_t begin = random_number() % bytes.size(), length = random_number() % (bytes.size() - begin + 1);
+        const std::size_t split_offset = length == 0 ? 0 : random_number() % length;
         const std::uint32_t whole_checksum = crc32c(&bytes[begin], length);
         CHECK(whole_checksum == crc32c_portable(&bytes[begin], length));
         const std::uint32_t first_checksum = crc32c(&bytes[begin], split_offset);
@@ -38,10 +39,10 @@ int main() {
                                                length - split_offset));
     }
     for (std::size_t count = 0; count <= 7; ++count) {
-        std::uint32_t values[7] = {};
-        crc32c_chunks(reinterpret_cast<const std::byte*>(bytes.data()), 4096, count, values);
+        std::uint32_t crcs[7] = {};
+        crc32c_chunks(reinterpret_cast<const std::byte*>(bytes.data()), 4096, count, crcs);
         for (std::size_t index = 0; index < count; ++index) {
-            CHECK(values[index] == crc32c(&bytes[index * 4096], 4096));
+            CHECK(crcs[index] == crc32c(&bytes[index * 4096], 4096));
         }
     }
 }

@@ -27,22 +27,22 @@ namespace {
 constexpr std::size_t chunk_bytes = 4096;
 
 // A temporary folder of a store, with the folder of its sums.
-struct Folder {
+struct StoreFolder {
     std::string path = "/tmp/gdrkit-files-XXXXXX";
-    Descriptor fd, sums;
-    Folder() {
+    Descriptor fd, sums_folder;
+    StoreFolder() {
         CHECK(mkdtemp(path.data()) != nullptr);
         fd = Descriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
         CHECK(mkdirat(fd.get(), "sums", 0700) == 0);
-        sums = Descriptor(openat(fd.get(), "sums", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+        sums_folder = Descriptor(openat(fd.get(), "sums", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     }
-    ~Folder() { CHECK(std::system(("rm -r " + path).c_str()) == 0); }
+    ~StoreFolder() { CHECK(std::system(("rm -r " + path).c_str()) == 0); }
     std::shared_ptr<OpenFile> open_file(Store& store) const {
         return store.adopt(Descriptor(openat(fd.get(), "file", O_RDWR | O_CREAT | O_CLOEXEC, 0600)), true, true);
     }
 };
 
-std::vector<std::byte> random_bytes(std::size_t size, unsigned seed) {
+std::vector<std::byte> make_random_bytes(std::size_t size, unsigned seed) {
     std::mt19937 random_number(seed);
     std::vector<std::byte> bytes(size);
     for (auto& byte : bytes) {
@@ -51,7 +51,7 @@ std::vector<std::byte> random_bytes(std::size_t size, unsigned seed) {
     return bytes;
 }
 
-std::int64_t read(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& destination) {
+std::int64_t read_file(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& destination) {
     std::vector<std::byte> buffer(destination.size() + 2 * chunk_bytes);
     const auto result = file.inode->read(file.fd.get(), offset, destination.size(), buffer);
     if (result.result > 0) {
@@ -62,8 +62,8 @@ std::int64_t read(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& 
 
 // A file with random changes has the same bytes as a copy in memory with the same changes.
 void test_random_changes_match_a_model() {
-    const Folder folder;
-    Store store(folder.sums.get(), chunk_bytes);
+    const StoreFolder folder;
+    Store store(folder.sums_folder.get(), chunk_bytes);
     const auto file = folder.open_file(store);
     std::vector<std::byte> model;
     std::mt19937 random_number(3);
@@ -84,7 +84,7 @@ void test_random_changes_match_a_model() {
             break;
         }
         default: {
-            const auto data = random_bytes(1 + random_number() % 12000, round);
+            const auto data = make_random_bytes(1 + random_number() % 12000, round);
             model.resize(std::max(model.size(), offset + data.size()));
             std::copy(data.begin(), data.end(), model.begin() + static_cast<std::ptrdiff_t>(offset));
             CHECK(file->inode->write(file->fd.get(), offset, data) == static_cast<std::int64_t>(data.size()));
@@ -92,7 +92,7 @@ void test_random_changes_match_a_model() {
         }
         std::vector<std::byte> data_read(1 + random_number() % 70000);
         const std::size_t begin = random_number() % 60000;
-        const std::int64_t count = read(*file, begin, data_read);
+        const std::int64_t count = read_file(*file, begin, data_read);
         const std::size_t expected_bytes = begin >= model.size() ? 0 : std::min(data_read.size(), model.size() - begin);
         CHECK(count == static_cast<std::int64_t>(expected_bytes));
         CHECK(std::equal(data_read.begin(), data_read.begin() + count,
@@ -101,33 +101,34 @@ void test_random_changes_match_a_model() {
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 0);
 }
 
-// Changes one bit of the file like a faulty disk, so that the modification time stays the same.
-void flip_bit(const Folder& folder, off_t offset) {
+// Changes one bit of the file and restores the modification time, as if the disk had corrupted the bit.
+void flip_bit(const StoreFolder& folder, off_t offset) {
     const Descriptor file(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
-    struct stat status_before {};
-    CHECK(fstat(file.get(), &status_before) == 0);
+    struct stat stat_before {};
+    CHECK(fstat(file.get(), &stat_before) == 0);
     std::byte byte;
     CHECK(pread(file.get(), &byte, 1, offset) == 1);
     byte ^= std::byte{4};
     CHECK(pwrite(file.get(), &byte, 1, offset) == 1);
-    const timespec times[] = {status_before.st_atim, status_before.st_mtim};
+    const timespec times[] = {stat_before.st_atim, stat_before.st_mtim};
     CHECK(futimens(file.get(), times) == 0);
 }
 
 // A change by another program is detected even if it directly follows a change by the server. Applications write to the
 // store without the server if they use it as a mounted file system.
 void test_change_by_another_program_is_not_corruption() {
-    const Folder folder;
-    Store store(folder.sums.get(), chunk_bytes);
+    const StoreFolder folder;
+    Store store(folder.sums_folder.get(), chunk_bytes);
     const auto file = folder.open_file(store);
     const Descriptor other_fd(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
     for (unsigned round = 0; round < 100; ++round) {
-        const auto server_data = random_bytes(4 * chunk_bytes, round),
-                   other_data = random_bytes(chunk_bytes, round + 1000);
+        const auto server_data = make_random_bytes(4 * chunk_bytes, round),
+                   other_data = make_random_bytes(chunk_bytes, round + 1000);
         CHECK(file->inode->write(file->fd.get(), 0, server_data) == static_cast<std::int64_t>(server_data.size()));
         CHECK(pwrite(other_fd.get(), other_data.data(), chunk_bytes, chunk_bytes) == static_cast<ssize_t>(chunk_bytes));
         std::vector<std::byte> data_read(chunk_bytes);
-        CHECK(read(*file, chunk_bytes, data_read) == static_cast<std::int64_t>(chunk_bytes) && data_read == other_data);
+        CHECK(read_file(*file, chunk_bytes, data_read) == static_cast<std::int64_t>(chunk_bytes) &&
+              data_read == other_data);
     }
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 100);
 }
@@ -135,10 +136,10 @@ void test_change_by_another_program_is_not_corruption() {
 // After a process was killed during a write, the store reports corrupt chunks, and reports no correct chunk as corrupt.
 void test_killed_write_leaves_valid_sums() {
     for (unsigned round = 0; round < 20; ++round) {
-        const Folder folder;
-        const auto initial_data = random_bytes(64 * chunk_bytes, round);
+        const StoreFolder folder;
+        const auto initial_data = make_random_bytes(64 * chunk_bytes, round);
         {
-            Store store(folder.sums.get(), chunk_bytes);
+            Store store(folder.sums_folder.get(), chunk_bytes);
             const auto file = folder.open_file(store);
             CHECK(file->inode->write(file->fd.get(), 0, initial_data) ==
                   static_cast<std::int64_t>(initial_data.size()));
@@ -148,10 +149,10 @@ void test_killed_write_leaves_valid_sums() {
         const pid_t child = fork();
         CHECK(child >= 0);
         if (child == 0) {
-            Store store(folder.sums.get(), chunk_bytes);
+            Store store(folder.sums_folder.get(), chunk_bytes);
             const auto file = folder.open_file(store);
             for (unsigned write_index = 0;; ++write_index) {
-                const auto data = random_bytes(20 * chunk_bytes + 100, write_index + 1000);
+                const auto data = make_random_bytes(20 * chunk_bytes + 100, write_index + 1000);
                 file->inode->write(file->fd.get(), 10 * chunk_bytes + 7, data);
                 if (write_index == round) {
                     CHECK(::write(ready_pipe[1], "x", 1) == 1);
@@ -165,17 +166,18 @@ void test_killed_write_leaves_valid_sums() {
         CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
         close(ready_pipe[0]);
         close(ready_pipe[1]);
-        Store store(folder.sums.get(), chunk_bytes);
+        Store store(folder.sums_folder.get(), chunk_bytes);
         std::vector<std::byte> data_read(initial_data.size());
         {
             const auto file = folder.open_file(store);
-            CHECK(read(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()));
+            CHECK(read_file(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()));
             CHECK(std::equal(data_read.begin(), data_read.begin() + 10 * chunk_bytes, initial_data.begin()));
         }
+        // The child wrote only to chunks 10 to 30, so the sum of chunk 50 is still valid.
         flip_bit(folder, 50 * chunk_bytes);
         const auto file = folder.open_file(store);
         std::vector<std::byte> chunk_read(chunk_bytes);
-        CHECK(read(*file, 50 * chunk_bytes, chunk_read) == -EIO);
+        CHECK(read_file(*file, 50 * chunk_bytes, chunk_read) == -EIO);
         CHECK(store.counters().corruptions == 1);
     }
 }
@@ -184,11 +186,12 @@ void test_killed_write_leaves_valid_sums() {
 // after it have their old sums. So the store detects corrupt bytes in all other chunks.
 void test_partly_written_chunk_has_no_sum() {
     constexpr std::size_t file_bytes_max = 5 * chunk_bytes + 100;
-    const Folder folder;
-    Store store(folder.sums.get(), chunk_bytes);
+    const StoreFolder folder;
+    Store store(folder.sums_folder.get(), chunk_bytes);
     const auto file = folder.open_file(store);
-    const auto old_data = random_bytes(16 * chunk_bytes, 1), new_data = random_bytes(16 * chunk_bytes, 2);
+    const auto old_data = make_random_bytes(16 * chunk_bytes, 1), new_data = make_random_bytes(16 * chunk_bytes, 2);
     CHECK(file->inode->write(file->fd.get(), 0, old_data) == static_cast<std::int64_t>(old_data.size()));
+    // A write beyond the limit RLIMIT_FSIZE fails in the middle.
     rlimit previous_limit{};
     CHECK(std::signal(SIGXFSZ, SIG_IGN) != SIG_ERR && getrlimit(RLIMIT_FSIZE, &previous_limit) == 0);
     const rlimit small_limit{file_bytes_max, previous_limit.rlim_max};
@@ -198,38 +201,38 @@ void test_partly_written_chunk_has_no_sum() {
     auto expected = old_data;
     std::copy(new_data.begin(), new_data.begin() + file_bytes_max, expected.begin());
     std::vector<std::byte> data_read(expected.size());
-    CHECK(read(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()) && data_read == expected);
+    CHECK(read_file(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()) && data_read == expected);
     CHECK(store.counters().corruptions == 0);
     std::vector<std::byte> chunk_read(chunk_bytes);
-    for (const std::size_t index : {4U, 5U, 6U}) {
-        flip_bit(folder, static_cast<off_t>(index * chunk_bytes + 17));
-        const std::int64_t count = read(*file, index * chunk_bytes, chunk_read);
-        CHECK(count == (index == 5 ? static_cast<std::int64_t>(chunk_bytes) : -EIO));
+    for (const std::size_t chunk : {4U, 5U, 6U}) { // Chunk 5 is partly written.
+        flip_bit(folder, static_cast<off_t>(chunk * chunk_bytes + 17));
+        const std::int64_t count = read_file(*file, chunk * chunk_bytes, chunk_read);
+        CHECK(count == (chunk == 5 ? static_cast<std::int64_t>(chunk_bytes) : -EIO));
     }
 }
 
 // If a symbolic link replaces the subfolder of the sums file, no sums are written or removed through the link.
 void test_sums_are_not_written_through_a_link() {
-    const Folder folder;
+    const StoreFolder folder;
     CHECK(mkdirat(folder.fd.get(), "elsewhere", 0700) == 0);
-    Store store(folder.sums.get(), chunk_bytes);
+    Store store(folder.sums_folder.get(), chunk_bytes);
     const auto file = folder.open_file(store);
-    struct stat info {};
-    CHECK(fstat(file->fd.get(), &info) == 0);
-    char subfolder[3], name[17];
-    std::snprintf(subfolder, sizeof subfolder, "%02x", static_cast<unsigned>(info.st_ino & 255));
-    std::snprintf(name, sizeof name, "%016llx", static_cast<unsigned long long>(info.st_ino));
-    CHECK(symlinkat("../elsewhere", folder.sums.get(), subfolder) == 0);
-    CHECK(file->inode->write(file->fd.get(), 0, random_bytes(chunk_bytes, 1)) == -ELOOP);
-    const std::string sums_path = std::string("elsewhere/") + name;
+    struct stat file_stat {};
+    CHECK(fstat(file->fd.get(), &file_stat) == 0);
+    char subfolder[3], sums_name[17];
+    std::snprintf(subfolder, sizeof subfolder, "%02x", static_cast<unsigned>(file_stat.st_ino & 255));
+    std::snprintf(sums_name, sizeof sums_name, "%016llx", static_cast<unsigned long long>(file_stat.st_ino));
+    CHECK(symlinkat("../elsewhere", folder.sums_folder.get(), subfolder) == 0);
+    CHECK(file->inode->write(file->fd.get(), 0, make_random_bytes(chunk_bytes, 1)) == -ELOOP);
+    const std::string sums_path = std::string("elsewhere/") + sums_name;
     CHECK(faccessat(folder.fd.get(), sums_path.c_str(), F_OK, 0) != 0);
     CHECK(close(openat(folder.fd.get(), sums_path.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600)) == 0);
-    store.remove_sums(info.st_ino);
+    store.remove_sums(file_stat.st_ino);
     CHECK(faccessat(folder.fd.get(), sums_path.c_str(), F_OK, 0) == 0);
 }
 
 void test_open_stays_below_the_folder() {
-    const Folder folder;
+    const StoreFolder folder;
     CHECK(mkdirat(folder.fd.get(), "a", 0700) == 0 && symlinkat("a", folder.fd.get(), "link") == 0);
     CHECK(close(openat(folder.fd.get(), "a/file", O_CREAT | O_WRONLY | O_CLOEXEC, 0600)) == 0);
     for (const auto open_function : {&open_beneath, &open_beneath_by_steps}) {

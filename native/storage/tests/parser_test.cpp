@@ -19,7 +19,7 @@ namespace {
 using Bytes = std::vector<std::byte>;
 
 // Returns whether the bytes are one valid frame.
-bool parse(const Bytes& frame) {
+bool is_valid_frame(const Bytes& frame) {
     if (frame.size() < sizeof(FrameHeader)) {
         return false;
     }
@@ -39,7 +39,7 @@ bool parse(const Bytes& frame) {
     CHECK(is_request == !operations.empty());
     CHECK(!(is_request && is_reply));
     for (const Operation& operation : operations) {
-        CHECK(operation.opcode == 1 || operation.opcode == 2);
+        CHECK(operation.opcode == 1 || operation.opcode == 2); // A read or a write.
         CHECK(operation.reserved0 == 0 && operation.reserved1 == 0);
     }
     const auto type = static_cast<FrameType>(header->type);
@@ -62,6 +62,8 @@ void set_crcs(Bytes& frame) {
     std::memcpy(frame.data(), &header, sizeof header);
 }
 
+// Checks the frames of a file, and returns the valid ones. The fields of a line are "right" or "wrong", a name,
+// and the bytes of the frame in hexadecimal digits.
 std::vector<Bytes> check_vectors(const char* path) {
     std::ifstream file(path);
     CHECK(file);
@@ -77,8 +79,8 @@ std::vector<Bytes> check_vectors(const char* path) {
         for (std::size_t index = 0; index + 1 < digits.size(); index += 2) {
             frame.push_back(static_cast<std::byte>(std::stoi(digits.substr(index, 2), nullptr, 16)));
         }
-        if (parse(frame) != (verdict == "right")) {
-            std::fprintf(stderr, "%s is not %s\n", name.c_str(), verdict.c_str());
+        if (is_valid_frame(frame) != (verdict == "right")) {
+            std::fprintf(stderr, "%s: the parser's verdict differs from \"%s\"\n", name.c_str(), verdict.c_str());
             std::abort();
         }
         if (verdict == "right") {
@@ -119,7 +121,7 @@ int main() {
         if (random_number() % 8 != 0) {
             set_crcs(frame);
         }
-        accepted_count += parse(frame) ? 1 : 0;
+        accepted_count += is_valid_frame(frame) ? 1 : 0;
     }
     std::printf("%ld changed frames, %ld of them still valid\n", rounds_count, accepted_count);
     CHECK(accepted_count > 0 && accepted_count < rounds_count);

@@ -25,19 +25,19 @@ using namespace gdrkit::storage;
 namespace {
 
 constexpr std::size_t chunk_bytes = 4096, memory_bytes = 4 << 20;
-constexpr std::uint64_t handle = 7;
+constexpr std::uint64_t file_handle = 7;
 
 // A temporary folder of a store, with the folder of its checksums.
-struct Folder {
+struct StoreFolder {
     std::string path = "/tmp/gdrkit-session-XXXXXX";
-    Descriptor fd, sums;
-    Folder() {
+    Descriptor fd, sums_folder;
+    StoreFolder() {
         CHECK(mkdtemp(path.data()) != nullptr);
         fd = Descriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
         CHECK(mkdirat(fd.get(), "sums", 0700) == 0);
-        sums = Descriptor(openat(fd.get(), "sums", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+        sums_folder = Descriptor(openat(fd.get(), "sums", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     }
-    ~Folder() { CHECK(std::system(("rm -r " + path).c_str()) == 0); }
+    ~StoreFolder() { CHECK(std::system(("rm -r " + path).c_str()) == 0); }
 };
 
 // The RDMA part of a client: a queue pair, and the memory that the server reads and writes through it.
@@ -48,13 +48,15 @@ public:
         CHECK(queue_ != nullptr);
         ibv_qp_init_attr attributes{};
         attributes.send_cq = attributes.recv_cq = queue_.get();
-        attributes.cap = {1, 1, 1, 1, 0};
+        attributes.cap = {
+            .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
         attributes.qp_type = IBV_QPT_RC;
         pair_.reset(ibv_create_qp(device.domain(), &attributes));
         CHECK(pair_ != nullptr);
         region.reset(ibv_reg_mr(device.domain(), memory.data(), memory.size(), access_flags));
         CHECK(region != nullptr);
     }
+    // The PSN is 0, and the MTU is 1024 bytes.
     verbs::Endpoint endpoint() const { return {pair_->qp_num, 0, device.gid(), device.port_attributes().lid, 1024}; }
     void connect(const verbs::Endpoint& peer) {
         ibv_qp_attr attributes{};
@@ -68,7 +70,7 @@ public:
         attributes.dest_qp_num = peer.qp_number;
         attributes.rq_psn = peer.psn;
         attributes.max_dest_rd_atomic = device.reads_max();
-        attributes.min_rnr_timer = 12;
+        attributes.min_rnr_timer = 12; // 0.64 ms
         attributes.ah_attr.is_global = 1;
         attributes.ah_attr.port_num = device.port();
         attributes.ah_attr.grh.dgid = peer.gid;
@@ -94,12 +96,12 @@ private:
 
 // A client with one queue pair and a data connection, and the session that serves it. The session has one open file.
 struct Client {
-    Client(const Folder& folder, const std::shared_ptr<Store>& store, const std::shared_ptr<Fabric>& fabric,
+    Client(const StoreFolder& folder, const std::shared_ptr<Store>& store, const std::shared_ptr<Fabric>& fabric,
            const SessionLimits& limits = {})
         : target(fabric->devices().front()->name()), session(store, fabric, {target.endpoint()}, limits) {
         target.connect(session.endpoints().front());
         session.add_file(
-            handle,
+            file_handle,
             store->adopt(Descriptor(openat(folder.fd.get(), "file", O_RDWR | O_CREAT | O_CLOEXEC, 0600)), true, true));
         std::array<int, 2> ends{};
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) == 0);
@@ -107,10 +109,11 @@ struct Client {
         session.start(Descriptor(ends[1]));
     }
 
-    Operation operation(Opcode opcode, std::uint64_t file_offset, std::size_t memory_offset, std::uint64_t length) {
+    Operation make_operation(Opcode opcode, std::uint64_t file_offset, std::size_t memory_offset,
+                             std::uint64_t length) {
         Operation operation{};
-        operation.tag = ++tag;
-        operation.handle = handle;
+        operation.tag = ++last_tag;
+        operation.handle = file_handle;
         operation.file_offset = file_offset;
         operation.length = length;
         operation.remote_address = target.address(memory_offset);
@@ -126,12 +129,13 @@ struct Client {
     }
     // Receives `count` results, and returns them in the order of their tags, which begin with `first_tag`.
     std::vector<Result> receive(std::size_t count, std::uint64_t first_tag) {
-        std::vector<Result> by_tag(count);
-        for (std::size_t received = 0; received < count;) {
-            std::array<std::byte, sizeof(FrameHeader)> head;
-            CHECK(recv(connection.get(), head.data(), head.size(), MSG_WAITALL) == static_cast<ssize_t>(head.size()));
+        std::vector<Result> results_by_tag(count);
+        for (std::size_t received_count = 0; received_count < count;) {
+            std::array<std::byte, sizeof(FrameHeader)> header_bytes;
+            CHECK(recv(connection.get(), header_bytes.data(), header_bytes.size(), MSG_WAITALL) ==
+                  static_cast<ssize_t>(header_bytes.size()));
             const char* refusal = nullptr;
-            const auto header = parse_header(head, refusal);
+            const auto header = parse_header(header_bytes, refusal);
             CHECK(header.has_value());
             std::vector<std::byte> payload(header->length);
             CHECK(recv(connection.get(), payload.data(), payload.size(), MSG_WAITALL) ==
@@ -139,11 +143,11 @@ struct Client {
             std::vector<Result> results;
             CHECK(parse_results(*header, payload, results, holes, refusal));
             for (const Result& result : results) {
-                by_tag.at(result.tag - first_tag) = result;
-                ++received;
+                results_by_tag.at(result.tag - first_tag) = result;
+                ++received_count;
             }
         }
-        return by_tag;
+        return results_by_tag;
     }
     // Sends the operations in one frame and returns their results in the same order.
     std::vector<Result> run(const std::vector<Operation>& operations) {
@@ -154,17 +158,18 @@ struct Client {
     Target target;
     Session session;
     Descriptor connection;
-    std::uint64_t tag = 0;         // Tag of the last operation.
+    std::uint64_t last_tag = 0;    // Tag of the last operation.
     std::vector<HoleExtent> holes; // Holes of the last reply.
 };
 
+// A store and the RDMA devices of a server. Each test has new ones.
 struct Fixture {
-    Folder folder;
-    std::shared_ptr<Store> store = std::make_shared<Store>(folder.sums.get(), chunk_bytes);
+    StoreFolder folder;
+    std::shared_ptr<Store> store = std::make_shared<Store>(folder.sums_folder.get(), chunk_bytes);
     std::shared_ptr<Fabric> fabric = std::make_shared<Fabric>(std::vector<std::string>{});
 };
 
-void fill(std::vector<std::byte>& bytes, unsigned seed) {
+void fill_randomly(std::vector<std::byte>& bytes, unsigned seed) {
     std::mt19937 random_number(seed);
     for (auto& byte : bytes) {
         byte = static_cast<std::byte>(random_number());
@@ -174,14 +179,14 @@ void fill(std::vector<std::byte>& bytes, unsigned seed) {
 // Written bytes are read with small and large, aligned and unaligned lengths. The memory around them stays unchanged.
 void test_written_bytes_are_read_back(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
-    fill(client.target.memory, 1);
+    fill_randomly(client.target.memory, 1);
     const std::vector<std::byte> written_bytes = client.target.memory;
     constexpr std::size_t file_bytes = 3 * (1 << 20) + 17;
-    CHECK(client.run({client.operation(Opcode::write, 0, 0, file_bytes)})[0].result == file_bytes);
+    CHECK(client.run({client.make_operation(Opcode::write, 0, 0, file_bytes)})[0].result == file_bytes);
     for (const std::size_t length : {std::size_t{1}, chunk_bytes - 1, chunk_bytes, 65537UL, std::size_t{1} << 20}) {
         std::fill(client.target.memory.begin(), client.target.memory.end(), std::byte{0xa5});
         constexpr std::size_t file_offset = 4097, memory_offset = 33;
-        Operation operation = client.operation(Opcode::read, file_offset, memory_offset, length);
+        Operation operation = client.make_operation(Opcode::read, file_offset, memory_offset, length);
         operation.flags = checksum_wanted;
         const Result result = client.run({operation})[0];
         CHECK(result.result == static_cast<std::int64_t>(length) && result.flags == checksum_valid);
@@ -192,19 +197,18 @@ void test_written_bytes_are_read_back(const Fixture& fixture) {
         CHECK(client.target.memory[memory_offset + length] == std::byte{0xa5});
     }
     // One read begins before the end of the file, and one read after it.
-    CHECK(client.run({client.operation(Opcode::read, file_bytes - 5, 0, 100)})[0].result == 5);
-    CHECK(client.run({client.operation(Opcode::read, file_bytes + 5, 0, 100)})[0].result == 0);
+    CHECK(client.run({client.make_operation(Opcode::read, file_bytes - 5, 0, 100)})[0].result == 5);
+    CHECK(client.run({client.make_operation(Opcode::read, file_bytes + 5, 0, 100)})[0].result == 0);
 }
 
-// If frames have more operations than the session has staging buffers, in both directions, each operation gets its
-// result.
+// Each operation gets its result, also if a frame has more reads and writes than the session has staging buffers.
 void test_each_of_many_operations_gets_its_result(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     for (unsigned round = 0; round < 20; ++round) {
         std::vector<Operation> operations;
         for (std::size_t index = 0; index < 500; ++index) {
             const auto opcode = index % 2 == 0 ? Opcode::write : Opcode::read;
-            operations.push_back(client.operation(opcode, index * 4096, index * 8192, 1 + index * 7 % 8000));
+            operations.push_back(client.make_operation(opcode, index * 4096, index * 8192, 1 + index * 7 % 8000));
         }
         const std::vector<Result> results = client.run(operations);
         for (std::size_t index = 0; index < results.size(); ++index) {
@@ -216,11 +220,11 @@ void test_each_of_many_operations_gets_its_result(const Fixture& fixture) {
 
 void test_invalid_operations_get_an_errno(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
-    std::vector<Operation> operations(4, client.operation(Opcode::read, 0, 0, 10));
+    std::vector<Operation> operations(4, client.make_operation(Opcode::read, 0, 0, 10));
     for (std::size_t index = 0; index < operations.size(); ++index) {
-        operations[index].tag = client.tag + index;
+        operations[index].tag = client.last_tag + index;
     }
-    operations[0].handle = handle + 1;
+    operations[0].handle = file_handle + 1;
     operations[1].queue_pair = 9;
     operations[2].length = std::uint64_t{1} << 40;
     operations[3].opcode = static_cast<std::uint8_t>(Opcode::write);
@@ -237,19 +241,19 @@ void test_operation_does_not_see_state_of_an_earlier_one(const Fixture& fixture)
     Client client(fixture.folder, fixture.store, fixture.fabric);
     // The file has a hole, and then data.
     constexpr std::size_t hole_bytes = 65536, data_bytes = 8192;
-    CHECK(client.run({client.operation(Opcode::write, hole_bytes, 0, data_bytes)})[0].result == data_bytes);
-    Operation read_with_hole = client.operation(Opcode::read, 0, 0, hole_bytes + data_bytes);
+    CHECK(client.run({client.make_operation(Opcode::write, hole_bytes, 0, data_bytes)})[0].result == data_bytes);
+    Operation read_with_hole = client.make_operation(Opcode::read, 0, 0, hole_bytes + data_bytes);
     read_with_hole.flags = report_holes;
     CHECK(client.run({read_with_hole})[0].holes == 1);
-    Operation wrong_checksum = client.operation(Opcode::write, hole_bytes, 0, data_bytes);
+    Operation wrong_checksum = client.make_operation(Opcode::write, hole_bytes, 0, data_bytes);
     wrong_checksum.flags = checksum_given;
     wrong_checksum.checksum = ~crc32c(client.target.memory.data(), data_bytes);
     CHECK(client.run({wrong_checksum})[0].result == -EBADMSG);
-    const Result data_result = client.run({client.operation(Opcode::read, hole_bytes, 0, data_bytes)})[0];
+    const Result data_result = client.run({client.make_operation(Opcode::read, hole_bytes, 0, data_bytes)})[0];
     CHECK(data_result.result == data_bytes && data_result.holes == 0 && data_result.checksum == 0);
     // This read reaches the end of the file. The byte counts of the earlier, shorter read must not be added.
-    CHECK(client.run({client.operation(Opcode::read, 0, 0, 3 * hole_bytes)})[0].result == hole_bytes + data_bytes);
-    Operation empty_read = client.operation(Opcode::read, 0, 0, 0);
+    CHECK(client.run({client.make_operation(Opcode::read, 0, 0, 3 * hole_bytes)})[0].result == hole_bytes + data_bytes);
+    Operation empty_read = client.make_operation(Opcode::read, 0, 0, 0);
     empty_read.flags = checksum_wanted;
     const Result empty_result = client.run({empty_read})[0];
     CHECK(empty_result.result == 0 && empty_result.flags == checksum_valid && empty_result.checksum == 0);
@@ -260,13 +264,13 @@ void wait_for_end(Session& session) {
     CHECK(poll(&polled, 1, 30000) == 1);
 }
 
-// A deregistered region (a stale rkey) ends the session. Operations in progress get no result, and nothing crashes.
+// The session ends when the client deregisters the region of operations in progress (a stale rkey). Nothing crashes.
 void test_stale_rkey_ends_the_session(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
-    CHECK(client.run({client.operation(Opcode::write, 0, 0, 1 << 20)})[0].result == 1 << 20);
+    CHECK(client.run({client.make_operation(Opcode::write, 0, 0, 1 << 20)})[0].result == 1 << 20);
     std::vector<Operation> operations;
     for (int index = 0; index < 64; ++index) {
-        operations.push_back(client.operation(Opcode::read, 0, 0, 1 << 20));
+        operations.push_back(client.make_operation(Opcode::read, 0, 0, 1 << 20));
     }
     client.target.region.reset();
     client.send(operations);
@@ -289,14 +293,14 @@ void test_close_with_operations_in_progress(const Fixture& fixture) {
         std::vector<Operation> operations;
         for (int index = 0; index < 100; ++index) {
             const auto opcode = index % 2 == 0 ? Opcode::write : Opcode::read;
-            operations.push_back(client.operation(opcode, 0, 0, 300000));
+            operations.push_back(client.make_operation(opcode, 0, 0, 300000));
         }
         client.send(operations);
         std::thread file_remover([&] {
             for (std::uint64_t unknown_handle = 100; unknown_handle < 200; ++unknown_handle) {
                 client.session.remove_file(unknown_handle);
             }
-            client.session.remove_file(handle);
+            client.session.remove_file(file_handle);
         });
         std::thread closer([&] { client.session.close(); });
         client.session.close();

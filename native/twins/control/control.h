@@ -1,6 +1,7 @@
 /* The control interface of the twins, with which tests query a twin's state and replace its fault plan. Every twin
- * but the twin of NVML exports the first two functions under the version GDRKIT_TWIN_1. Look them up by dlsym in the
- * library whose state you want, for example libibverbs.so.1. They are not part of the interface that the twin emulates.
+ * but the twin of NVML exports the first two functions, with the symbol version GDRKIT_TWIN_1. Look them up by dlsym in
+ * the library whose state you want, for example libibverbs.so.1. They are not part of the interface that the twin
+ * emulates.
  */
 #pragma once
 
@@ -24,13 +25,15 @@ extern "C" {
  */
 int gdrkit_twin_ledger(char* buffer, size_t size);
 
-/* Replace the fault plan by this text, in the format of DESIGN.md, and restart the call counts at 1. Return 0; or
- * return EINVAL, print one line on stderr that names the expected input, and keep the old plan. */
+/* Replace the fault plan by this text, in the format that native/twins/DESIGN.md describes. The next call of each
+ * function is call 1 of the new plan. Return 0. If the text is malformed, keep the old plan, print one line on stderr
+ * that names the expected input, and return EINVAL. */
 int gdrkit_twin_faults(const char* plan);
 
-/* Only the twin of CUDA exports this function. Return 1 if this process has a context on the GPU with this number in
- * the machine, and store the bytes of GPU memory that the process uses; else return 0. */
-int gdrkit_twin_gpu_usage(int number, unsigned long long* used_bytes);
+/* Only the twin of CUDA exports this function. If this process has a context on a GPU, store the number of bytes of
+ * GPU memory that the process uses on it, and return 1; else return 0. `physical_number` is the index of the GPU among
+ * all GPUs of the machine; CUDA_VISIBLE_DEVICES does not change it. */
+int gdrkit_twin_gpu_usage(int physical_number, unsigned long long* used_bytes);
 
 #ifdef __cplusplus
 }

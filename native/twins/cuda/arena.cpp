@@ -1,4 +1,5 @@
-// Implements the reservation of device addresses: chunks of PROT_NONE mappings, divided into slots.
+// Implements the reservation of device addresses: the twin maps large chunks with PROT_NONE and divides them into
+// slots.
 
 #include "cuda/arena.hpp"
 
@@ -15,15 +16,15 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 30;
+constexpr std::uint64_t min_chunk_bytes = std::uint64_t{1} << 30;
 
 struct Arena {
     std::mutex mutex;
     std::map<std::uint64_t, std::uint64_t> reserved_ranges; // base -> length of every PROT_NONE mapping
     std::map<std::uint64_t, std::vector<std::uint64_t>>
-        free_bases;                              // size class -> free bases, reused in last-in, first-out order
-    std::uint64_t chunk_next = 0, chunk_end = 0; // first unused address and end of the current chunk
-    std::uint64_t next_packed_offset_bytes = 0;  // offset in its page at which the next small allocation begins
+        free_bases;                                      // size class -> free bases, reused in last-in, first-out order
+    std::uint64_t chunk_unused_begin = 0, chunk_end = 0; // first unused address and end of the current chunk
+    std::uint64_t next_packed_offset_bytes = 0;          // offset in a page at which the next small allocation begins
 };
 
 Arena& arena() {
@@ -31,9 +32,9 @@ Arena& arena() {
     return *instance;
 }
 
-// Map an empty file with PROT_NONE and return the base; 0 on failure. The file is needed because the kernel can pin the
-// pages of an anonymous PROT_NONE mapping, but no page beyond the end of a file. So ibv_reg_mr fails with EFAULT for
-// device addresses, as on a machine with a GPU.
+// Map an empty file with PROT_NONE and return the base; 0 on failure. The kernel cannot pin a page beyond the end of a
+// file, so ibv_reg_mr fails with EFAULT for device addresses, as on a machine with a GPU. The kernel could pin
+// the pages of an anonymous PROT_NONE mapping, and ibv_reg_mr would succeed.
 std::uint64_t map_inaccessible(std::uint64_t length_bytes) {
     const Fd empty_file(memfd_create("gdrkit-nothing", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!empty_file || fcntl(empty_file.get(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SEAL) != 0) {
@@ -43,31 +44,31 @@ std::uint64_t map_inaccessible(std::uint64_t length_bytes) {
     return base == MAP_FAILED ? 0 : reinterpret_cast<std::uint64_t>(base);
 }
 
-// Return an aligned PROT_NONE mapping: map more than needed and unmap the excess.
+// Map inaccessible pages and return their aligned base; 0 on failure. Map more than needed, and unmap the excess.
 std::uint64_t map_aligned(std::uint64_t length_bytes, std::uint64_t alignment_bytes) {
     const std::uint64_t mapping_bytes = length_bytes + alignment_bytes;
-    const std::uint64_t mapping = mapping_bytes < length_bytes ? 0 : map_inaccessible(mapping_bytes);
-    if (mapping == 0) {
+    const std::uint64_t mapping_base = mapping_bytes < length_bytes ? 0 : map_inaccessible(mapping_bytes);
+    if (mapping_base == 0) {
         return 0;
     }
-    const std::uint64_t base = round_up(mapping, alignment_bytes);
-    if (base > mapping) {
-        munmap(reinterpret_cast<void*>(mapping), base - mapping);
+    const std::uint64_t base = round_up(mapping_base, alignment_bytes);
+    if (base > mapping_base) {
+        munmap(reinterpret_cast<void*>(mapping_base), base - mapping_base);
     }
-    if (const std::uint64_t excess_bytes = mapping + mapping_bytes - (base + length_bytes); excess_bytes > 0) {
+    if (const std::uint64_t excess_bytes = mapping_base + mapping_bytes - (base + length_bytes); excess_bytes > 0) {
         munmap(reinterpret_cast<void*>(base + length_bytes), excess_bytes);
     }
     return base;
 }
 
 // Return the base of unused addresses in the current chunk; 0 on failure. Map a new chunk if the current one is full.
-// One unused page follows an allocation. If the allocation fills whole granules, the next allocation can follow
-// directly, as on an H200.
+// One unused page follows each allocation. The exception is an allocation whose length is a multiple of 2 MiB
+// (vmm_granularity_bytes): as on an H200, the next allocation may follow it directly.
 std::uint64_t take_from_chunk_locked(Arena* address_arena, std::uint64_t length_bytes, std::uint64_t alignment_bytes) {
-    std::uint64_t base = round_up(address_arena->chunk_next, alignment_bytes);
-    if (address_arena->chunk_next == 0 || base + length_bytes + page_bytes > address_arena->chunk_end) {
+    std::uint64_t base = round_up(address_arena->chunk_unused_begin, alignment_bytes);
+    if (address_arena->chunk_unused_begin == 0 || base + length_bytes + page_bytes > address_arena->chunk_end) {
         const std::uint64_t new_chunk_bytes =
-            std::max(chunk_bytes, round_up(length_bytes + page_bytes, vmm_granularity_bytes));
+            std::max(min_chunk_bytes, round_up(length_bytes + page_bytes, vmm_granularity_bytes));
         base = map_aligned(new_chunk_bytes, vmm_granularity_bytes);
         if (base == 0) {
             return 0;
@@ -76,7 +77,7 @@ std::uint64_t take_from_chunk_locked(Arena* address_arena, std::uint64_t length_
         address_arena->chunk_end = base + new_chunk_bytes;
     }
     const bool fills_granules = length_bytes % vmm_granularity_bytes == 0;
-    address_arena->chunk_next = base + round_up(length_bytes, page_bytes) + (fills_granules ? 0 : page_bytes);
+    address_arena->chunk_unused_begin = base + round_up(length_bytes, page_bytes) + (fills_granules ? 0 : page_bytes);
     return base;
 }
 
@@ -96,12 +97,12 @@ Slot allocate_slot(std::uint64_t length_bytes) {
         return slot;
     }
     // Two allocations never share a page. A small allocation begins in a new page, at the page offset at which the
-    // previous allocation ended.
+    // previous small allocation ended.
     const std::uint64_t page_offset_bytes = address_arena.next_packed_offset_bytes;
-    const std::uint64_t page =
+    const std::uint64_t page_base =
         take_from_chunk_locked(&address_arena, page_offset_bytes + slot.size_class_bytes, page_bytes);
     address_arena.next_packed_offset_bytes = (page_offset_bytes + slot.size_class_bytes) % page_bytes;
-    slot.base = page == 0 ? 0 : page + page_offset_bytes;
+    slot.base = page_base == 0 ? 0 : page_base + page_offset_bytes;
     return slot;
 }
 

@@ -8,6 +8,7 @@ namespace gdrkit::twin::cuda {
 
 inline constexpr std::uint64_t page_bytes = 4096;
 inline constexpr std::uint64_t address_granularity_bytes = 512; // alignment of cuMemAlloc, as on an H200
+// Granularity of cuMemCreate, as on an H200.
 inline constexpr std::uint64_t vmm_granularity_bytes = std::uint64_t{2} << 20;
 // Allocations of this size or larger begin at a multiple of vmm_granularity_bytes. Smaller allocations are packed.
 inline constexpr std::uint64_t min_aligned_bytes = std::uint64_t{1} << 20;
@@ -25,7 +26,8 @@ struct Slot {
     [[nodiscard]] std::uint64_t get_page_offset_bytes() const { return base % page_bytes; }
 };
 
-// Return the most recently freed slot of this size class, or a new slot. Its base is 0 if no address space is left.
+// Return a slot of at least `length_bytes`: the most recently freed slot of that size class, or a new slot. Its base is
+// 0 if no address space is left.
 Slot allocate_slot(std::uint64_t length_bytes);
 void free_slot(const Slot& slot);
 

@@ -1,5 +1,5 @@
-// cuArrayCreate, cuMipmappedArrayCreate, and cuMemcpyHtoA and similar copies, which give the position in an array as
-// one offset.
+// Implements cuArrayCreate, cuMipmappedArrayCreate, and the copies that take a byte offset in an array, such as
+// cuMemcpyHtoA.
 #include "cuda/array.hpp"
 
 #include <algorithm>
@@ -16,11 +16,12 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The largest arrays of an H200, in elements.
+// The largest arrays of an H200, in elements, except `layers_max`, the number of layers. `size_3d_max` is the limit of
+// each side of a three-dimensional array.
 constexpr std::size_t width_max = 131072, height_max = 65536, size_3d_max = 16384, layers_max = 2048;
 
 struct Mipmap {
-    std::vector<Handle> levels;
+    std::vector<Handle> level_handles;
     Handle context = 0;
 };
 
@@ -28,7 +29,7 @@ struct Arrays {
     Registry<Array> standalone_arrays{"cuda_array"};
     Registry<Mipmap> mipmaps{"cuda_mipmapped_array"};
     std::mutex mutex;
-    std::map<Handle, ArrayRef> mipmap_levels; // destroyed with their mipmapped array
+    std::map<Handle, ArrayRef> mipmap_levels; // guarded by `mutex`; a level is destroyed with its mipmapped array
 };
 
 Arrays& arrays() {
@@ -54,11 +55,13 @@ std::uint64_t count_channel_bytes(std::int32_t format) {
     }
 }
 
+// A cubemap is square and has 6 faces; a layered cubemap has 6 faces per layer. The depth is the number of all
+// faces.
 bool has_valid_size(const ArrayDescription& description) {
     const auto& [width, height, depth, format, channels, flags] = description;
     if ((flags & array_cubemap) != 0) {
-        const bool has_faces = (flags & array_layered) != 0 ? depth % 6 == 0 : depth == 6;
-        return width == height && depth != 0 && has_faces && width <= height_max;
+        const bool has_valid_face_count = (flags & array_layered) != 0 ? depth % 6 == 0 : depth == 6;
+        return width == height && depth != 0 && has_valid_face_count && width <= height_max;
     }
     if ((flags & array_layered) != 0) {
         return depth != 0 && depth <= layers_max && width <= width_max && height <= height_max;
@@ -76,6 +79,7 @@ Result check_description(const ArrayDescription* description) {
     if ((description->flags & ~array_flags_mask) != 0) {
         return invalid_value;
     }
+    // The twin does not implement the other flags of CUDA.
     if ((description->flags & ~(array_layered | array_surface | array_cubemap | array_gather)) != 0) {
         return not_supported;
     }
@@ -129,6 +133,7 @@ void free_array_memory(const Array& array) {
     }
 }
 
+// Remove a level of a mipmapped array from `mipmap_levels` and return it; null if another call has removed it.
 ArrayRef take_level(Handle handle) {
     std::lock_guard lock(arrays().mutex);
     const auto level = arrays().mipmap_levels.extract(handle);
@@ -136,25 +141,30 @@ ArrayRef take_level(Handle handle) {
 }
 
 void free_levels(const Mipmap& mipmap) {
-    for (const Handle handle : mipmap.levels) {
+    for (const Handle handle : mipmap.level_handles) {
         if (const ArrayRef level = take_level(handle)) {
             free_array_memory(*level);
         }
     }
 }
 
-Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescription* description, unsigned count) {
-    if (const Result result = check_description(description); handle == nullptr || count == 0 || result != success) {
+Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescription* description,
+                     unsigned level_count) {
+    if (const Result result = check_description(description);
+        handle == nullptr || level_count == 0 || result != success) {
         return result == success ? invalid_value : result;
     }
-    const bool is_layered = (description->flags & (array_layered | array_cubemap)) != 0;
+    // The depth counts the layers or faces, of which each level has the same number.
+    const bool has_layers = (description->flags & (array_layered | array_cubemap)) != 0;
     const std::size_t longest_side =
-        std::max({description->width, description->height, is_layered ? 0 : description->depth});
+        std::max({description->width, description->height, has_layers ? 0 : description->depth});
     auto mipmap = std::make_shared<Mipmap>();
     mipmap->context = context->contents_owner;
     ArrayDescription level_description = *description;
-    for (unsigned index = 0; index < std::min<unsigned>(count, static_cast<unsigned>(std::bit_width(longest_side)));
-         ++index) {
+    // In the last possible level, the longest side has one element.
+    const unsigned actual_level_count =
+        std::min<unsigned>(level_count, static_cast<unsigned>(std::bit_width(longest_side)));
+    for (unsigned level = 0; level < actual_level_count; ++level) {
         ArrayRef array;
         if (const Result result = make_array(context, level_description, &array); result != success) {
             free_levels(*mipmap);
@@ -165,11 +175,11 @@ Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescr
             std::lock_guard lock(arrays().mutex);
             arrays().mipmap_levels.emplace(level_handle, std::move(array));
         }
-        mipmap->levels.push_back(level_handle);
+        mipmap->level_handles.push_back(level_handle);
         const auto halve = [](std::size_t* size) { *size = *size == 0 ? 0 : std::max<std::size_t>(*size / 2, 1); };
         halve(&level_description.width);
         halve(&level_description.height);
-        if (!is_layered) {
+        if (!has_layers) {
             halve(&level_description.depth);
         }
     }
@@ -179,15 +189,15 @@ Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescr
 }
 
 // Find the address of a part of an array. The offset counts bytes from the first element, across rows.
-Result find_array_part(Handle handle, std::uint64_t offset, std::uint64_t length_bytes, std::uint64_t* address) {
+Result find_array_part(Handle handle, std::uint64_t offset_bytes, std::uint64_t length_bytes, std::uint64_t* address) {
     const ArrayRef array = find_array(handle);
     if (!array) {
         return invalid_handle;
     }
-    if (offset > array->range->length_bytes || length_bytes > array->range->length_bytes - offset) {
+    if (offset_bytes > array->range->length_bytes || length_bytes > array->range->length_bytes - offset_bytes) {
         return invalid_value;
     }
-    *address = array->range->base + offset;
+    *address = array->range->base + offset_bytes;
     return success;
 }
 
@@ -195,12 +205,13 @@ std::uint64_t to_address(const void* pointer) {
     return reinterpret_cast<std::uint64_t>(pointer);
 }
 
-// Copy to or from a part of an array by `copy`, which gets the address of the part.
+// Find the address of a part of an array, and call `copy` with it. `copy` copies to or from the part.
 template <typename Copy>
-Result copy_part(std::string_view symbol, Handle array, std::uint64_t offset, std::uint64_t length_bytes, Copy&& copy) {
+Result copy_part(std::string_view symbol, Handle array, std::uint64_t offset_bytes, std::uint64_t length_bytes,
+                 Copy&& copy) {
     return run_entry_in_context(symbol, [&](const ContextRef& context) {
         std::uint64_t address = 0;
-        const Result result = find_array_part(array, offset, length_bytes, &address);
+        const Result result = find_array_part(array, offset_bytes, length_bytes, &address);
         return result == success ? copy(context, address) : result;
     });
 }
@@ -235,7 +246,7 @@ std::uint64_t count_element_bytes(int format, std::uint32_t channels) {
 
 void destroy_context_arrays(Handle context) {
     for (const auto& array :
-         arrays().standalone_arrays.take_if([=](const Array& array) { return array.context == context; })) {
+         arrays().standalone_arrays.take_if([=](const Array& candidate) { return candidate.context == context; })) {
         free_array_memory(*array);
     }
     for (const auto& mipmap :
@@ -292,16 +303,16 @@ GDRKIT_CUDA_ENTRY Result cuMipmappedArrayCreate(Handle* mipmap, const ArrayDescr
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMipmappedArrayGetLevel(Handle* array, Handle handle, unsigned level) {
+GDRKIT_CUDA_ENTRY Result cuMipmappedArrayGetLevel(Handle* array, Handle mipmap_handle, unsigned level) {
     return run_entry_in_context("cuMipmappedArrayGetLevel", [&](const ContextRef&) {
-        const auto mipmap = arrays().mipmaps.find(handle);
+        const auto mipmap = arrays().mipmaps.find(mipmap_handle);
         if (!mipmap) {
             return invalid_handle;
         }
-        if (array == nullptr || level >= mipmap->levels.size()) {
+        if (array == nullptr || level >= mipmap->level_handles.size()) {
             return invalid_value;
         }
-        *array = mipmap->levels[level];
+        *array = mipmap->level_handles[level];
         return success;
     });
 }
@@ -317,61 +328,71 @@ GDRKIT_CUDA_ENTRY Result cuMipmappedArrayDestroy(Handle handle) {
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemcpyHtoA_v2(Handle array, std::size_t offset, const void* from, std::size_t length_bytes) {
-    return copy_part("cuMemcpyHtoA_v2", array, offset, length_bytes,
-                     [&](const ContextRef& context, std::uint64_t part) {
-                         return copy_synchronous(context, make_contiguous_copy(part, to_address(from), length_bytes));
+GDRKIT_CUDA_ENTRY Result cuMemcpyHtoA_v2(Handle array, std::size_t offset_bytes, const void* from,
+                                         std::size_t length_bytes) {
+    return copy_part("cuMemcpyHtoA_v2", array, offset_bytes, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part_address) {
+                         return copy_synchronous(context,
+                                                 make_contiguous_copy(part_address, to_address(from), length_bytes));
                      });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemcpyAtoH_v2(void* to, Handle array, std::size_t offset, std::size_t length_bytes) {
-    return copy_part("cuMemcpyAtoH_v2", array, offset, length_bytes,
-                     [&](const ContextRef& context, std::uint64_t part) {
-                         return copy_synchronous(context, make_contiguous_copy(to_address(to), part, length_bytes));
+GDRKIT_CUDA_ENTRY Result cuMemcpyAtoH_v2(void* to, Handle array, std::size_t offset_bytes, std::size_t length_bytes) {
+    return copy_part("cuMemcpyAtoH_v2", array, offset_bytes, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part_address) {
+                         return copy_synchronous(context,
+                                                 make_contiguous_copy(to_address(to), part_address, length_bytes));
                      });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemcpyDtoA_v2(Handle array, std::size_t offset, DevicePointer from,
+GDRKIT_CUDA_ENTRY Result cuMemcpyDtoA_v2(Handle array, std::size_t offset_bytes, DevicePointer from,
                                          std::size_t length_bytes) {
-    return copy_part(
-        "cuMemcpyDtoA_v2", array, offset, length_bytes, [&](const ContextRef& context, std::uint64_t part) {
-            return copy_synchronous(context, make_contiguous_copy(part, from, length_bytes, AllowedMemory::device_only,
-                                                                  AllowedMemory::device_only));
-        });
+    return copy_part("cuMemcpyDtoA_v2", array, offset_bytes, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part_address) {
+                         return copy_synchronous(context, make_contiguous_copy(part_address, from, length_bytes,
+                                                                               AllowedMemory::device_only,
+                                                                               AllowedMemory::device_only));
+                     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemcpyAtoD_v2(DevicePointer to, Handle array, std::size_t offset, std::size_t length_bytes) {
-    return copy_part(
-        "cuMemcpyAtoD_v2", array, offset, length_bytes, [&](const ContextRef& context, std::uint64_t part) {
-            return copy_synchronous(context, make_contiguous_copy(to, part, length_bytes, AllowedMemory::device_only,
-                                                                  AllowedMemory::device_only));
-        });
-}
-
-GDRKIT_CUDA_ENTRY Result cuMemcpyAtoA_v2(Handle to, std::size_t to_offset, Handle from, std::size_t from_offset,
+GDRKIT_CUDA_ENTRY Result cuMemcpyAtoD_v2(DevicePointer to, Handle array, std::size_t offset_bytes,
                                          std::size_t length_bytes) {
-    return copy_part(
-        "cuMemcpyAtoA_v2", to, to_offset, length_bytes, [&](const ContextRef& context, std::uint64_t part) {
-            std::uint64_t source = 0;
-            const Result result = find_array_part(from, from_offset, length_bytes, &source);
-            return result == success ? copy_synchronous(context, make_contiguous_copy(part, source, length_bytes))
-                                     : result;
-        });
+    return copy_part("cuMemcpyAtoD_v2", array, offset_bytes, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part_address) {
+                         return copy_synchronous(context, make_contiguous_copy(to, part_address, length_bytes,
+                                                                               AllowedMemory::device_only,
+                                                                               AllowedMemory::device_only));
+                     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemcpyHtoAAsync_v2(Handle array, std::size_t offset, const void* from,
+GDRKIT_CUDA_ENTRY Result cuMemcpyAtoA_v2(Handle to, std::size_t to_offset_bytes, Handle from,
+                                         std::size_t from_offset_bytes, std::size_t length_bytes) {
+    return copy_part("cuMemcpyAtoA_v2", to, to_offset_bytes, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part_address) {
+                         std::uint64_t source_address = 0;
+                         const Result result = find_array_part(from, from_offset_bytes, length_bytes, &source_address);
+                         return result == success
+                                    ? copy_synchronous(context,
+                                                       make_contiguous_copy(part_address, source_address, length_bytes))
+                                    : result;
+                     });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpyHtoAAsync_v2(Handle array, std::size_t offset_bytes, const void* from,
                                               std::size_t length_bytes, Handle stream) {
-    return copy_part(
-        "cuMemcpyHtoAAsync_v2", array, offset, length_bytes, [&](const ContextRef& context, std::uint64_t part) {
-            return enqueue_copy(context, make_contiguous_copy(part, to_address(from), length_bytes), stream);
-        });
+    return copy_part("cuMemcpyHtoAAsync_v2", array, offset_bytes, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part_address) {
+                         return enqueue_copy(
+                             context, make_contiguous_copy(part_address, to_address(from), length_bytes), stream);
+                     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemcpyAtoHAsync_v2(void* to, Handle array, std::size_t offset, std::size_t length_bytes,
-                                              Handle stream) {
-    return copy_part("cuMemcpyAtoHAsync_v2", array, offset, length_bytes,
-                     [&](const ContextRef& context, std::uint64_t part) {
-                         return enqueue_copy(context, make_contiguous_copy(to_address(to), part, length_bytes), stream);
+GDRKIT_CUDA_ENTRY Result cuMemcpyAtoHAsync_v2(void* to, Handle array, std::size_t offset_bytes,
+                                              std::size_t length_bytes, Handle stream) {
+    return copy_part("cuMemcpyAtoHAsync_v2", array, offset_bytes, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part_address) {
+                         return enqueue_copy(context, make_contiguous_copy(to_address(to), part_address, length_bytes),
+                                             stream);
                      });
 }
 

@@ -12,17 +12,18 @@ namespace gdrkit::twin::cuda {
 
 struct Array {
     ArrayDescription description{};
-    Handle context = 0;
-    RangeRef range;
+    Handle context = 0; // the context to which the array belongs (Context::contents_owner)
+    RangeRef range;     // the device memory of the elements
     std::uint64_t element_bytes = 0, row_bytes = 0, row_count = 1, slice_count = 1;
 };
 using ArrayRef = std::shared_ptr<Array>;
 
-// Return the array, or the level of a mipmapped array, that has this handle, or null.
+// Return the array with this handle, which may be a level of a mipmapped array; null if the handle is unknown.
 ArrayRef find_array(Handle handle);
 bool mipmap_exists(Handle handle);
 
-// Return the size of an element with this CUarray_format and number of channels, or 0 if no array has such elements.
+// Return the number of bytes of an element with this CUarray_format and number of channels, or 0 if arrays cannot have
+// such elements.
 std::uint64_t count_element_bytes(int format, std::uint32_t channels);
 
 // Destroy the arrays of a context that ends.

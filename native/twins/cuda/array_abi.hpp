@@ -25,20 +25,20 @@ enum ArrayFlags : std::uint32_t {
     array_surface = 2,
     array_cubemap = 4,
     array_gather = 8,
-    array_flags_mask = 0x1ff
+    array_flags_mask = 0x1ff // all flags
 };
 
-struct PlaneDescription { // CUDA_ARRAY_DESCRIPTOR
-    std::size_t width, height;
+struct PlaneDescription {      // CUDA_ARRAY_DESCRIPTOR
+    std::size_t width, height; // in elements
     std::int32_t format;
-    std::uint32_t channels;
+    std::uint32_t channels; // number of channels of an element
 };
 static_assert(sizeof(PlaneDescription) == 24);
 
-struct ArrayDescription { // CUDA_ARRAY3D_DESCRIPTOR
-    std::size_t width, height, depth;
+struct ArrayDescription {             // CUDA_ARRAY3D_DESCRIPTOR
+    std::size_t width, height, depth; // in elements; the depth of a layered array is its number of layers
     std::int32_t format;
-    std::uint32_t channels;
+    std::uint32_t channels; // number of channels of an element
     std::uint32_t flags;
 };
 static_assert(sizeof(ArrayDescription) == 40 && offsetof(ArrayDescription, flags) == 32);

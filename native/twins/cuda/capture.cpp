@@ -1,4 +1,4 @@
-// The rules of captures: which streams, events and calls belong to a capture, and what invalidates it.
+// The rules of captures: which streams, events and calls belong to a capture, and what invalidates a capture.
 #include "cuda/capture.hpp"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ std::vector<CaptureRef>& captures() {
     return *instance;
 }
 
-// Return the streams of a capture that still belong to it.
+// Return the streams that still belong to a capture.
 std::vector<StreamRef> list_streams(const CaptureRef& capture) {
     std::vector<StreamRef> streams;
     for (const auto& weak_stream : capture->streams) {
@@ -31,14 +31,14 @@ std::vector<StreamRef> list_streams(const CaptureRef& capture) {
 // Return whether a capture has a stream for which the predicate is true. Invalidate every such capture, unless
 // `keeps_captures_valid`.
 template <typename Predicate> bool invalidate_if(Predicate&& predicate, bool keeps_captures_valid = false) {
-    bool is_found = false;
+    bool has_matching_capture = false;
     for (const CaptureRef& capture : captures()) {
         if (std::ranges::any_of(list_streams(capture), predicate)) {
             capture->is_invalidated |= !keeps_captures_valid;
-            is_found = true;
+            has_matching_capture = true;
         }
     }
-    return is_found;
+    return has_matching_capture;
 }
 
 void join_capture(const CaptureRef& capture, const StreamRef& stream, std::vector<NodeRef> dependencies) {
@@ -60,18 +60,18 @@ void finish_capture(const CaptureRef& capture) {
 
 // Return whether the origin stream waits for all captured work of the other streams.
 bool is_joined(const CaptureRef& capture, const StreamRef& origin) {
-    std::set<NodeRef> reached;
-    std::vector<NodeRef> pending = origin->capture_dependencies;
-    while (!pending.empty()) {
-        const NodeRef node = pending.back();
-        pending.pop_back();
-        if (reached.insert(node).second) {
-            pending.insert(pending.end(), node->dependencies.begin(), node->dependencies.end());
+    std::set<NodeRef> reached_nodes;
+    std::vector<NodeRef> pending_nodes = origin->capture_dependencies;
+    while (!pending_nodes.empty()) {
+        const NodeRef node = pending_nodes.back();
+        pending_nodes.pop_back();
+        if (reached_nodes.insert(node).second) {
+            pending_nodes.insert(pending_nodes.end(), node->dependencies.begin(), node->dependencies.end());
         }
     }
     return std::ranges::all_of(list_streams(capture), [&](const StreamRef& stream) {
         return std::ranges::all_of(stream->capture_dependencies,
-                                   [&](const NodeRef& node) { return reached.contains(node); });
+                                   [&](const NodeRef& node) { return reached_nodes.contains(node); });
     });
 }
 
@@ -189,7 +189,7 @@ Result capture_event_wait(const ContextRef& context, const StreamRef& stream,
     const CaptureRef capture = event ? event->capture.lock() : nullptr;
     const CaptureRef& stream_capture = stream->capture;
     if (!capture) {
-        // The event stands for work outside of captures, or for a capture that has ended.
+        // The event was recorded outside of captures, or in a capture that has ended.
         if (stream_capture) {
             stream_capture->is_invalidated = true;
         }
@@ -226,16 +226,17 @@ Result refuse_captured_event(const CapturedEvent& event) {
 
 Result check_legacy_stream(const ContextRef& context, bool keeps_captures_valid) {
     std::lock_guard lock(graph_mutex());
-    const bool is_legacy_waiting = invalidate_if(
+    const bool has_captured_blocking_stream = invalidate_if(
         [&](const StreamRef& stream) { return stream->is_blocking() && stream->context.lock() == context; },
         keeps_captures_valid);
-    return is_legacy_waiting ? stream_capture_implicit : success;
+    return has_captured_blocking_stream ? stream_capture_implicit : success;
 }
 
 Result check_synchronisation(const ContextRef& context) {
     std::lock_guard lock(graph_mutex());
-    const bool is_captured = invalidate_if([&](const StreamRef& stream) { return stream->context.lock() == context; });
-    return is_captured ? stream_capture_unsupported : success;
+    const bool has_captured_stream =
+        invalidate_if([&](const StreamRef& stream) { return stream->context.lock() == context; });
+    return has_captured_stream ? stream_capture_unsupported : success;
 }
 
 Result check_unsafe_call() {
@@ -245,9 +246,11 @@ Result check_unsafe_call() {
     std::lock_guard lock(graph_mutex());
     Result result = success;
     for (const CaptureRef& capture : captures()) {
-        const bool is_of_this_thread = capture->thread_id == std::this_thread::get_id();
-        if (is_of_this_thread ? capture->mode != capture_mode_relaxed
-                              : capture->mode == capture_mode_global && thread_mode == capture_mode_global) {
+        // A capture of this thread forbids the call unless its mode is relaxed. A capture of another thread forbids
+        // the call only if both modes are global.
+        const bool began_in_this_thread = capture->thread_id == std::this_thread::get_id();
+        if (began_in_this_thread ? capture->mode != capture_mode_relaxed
+                                 : capture->mode == capture_mode_global && thread_mode == capture_mode_global) {
             capture->is_invalidated = true;
             result = stream_capture_unsupported;
         }

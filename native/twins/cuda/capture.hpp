@@ -15,9 +15,9 @@ struct Capture {
     std::uint64_t id = 0;
     GraphRef graph;
     bool is_graph_new = false; // the capture created the graph; if the capture succeeds, the program owns the graph
-    int mode = capture_mode_global;
-    std::thread::id thread_id;
-    std::weak_ptr<Stream> origin;
+    int mode = capture_mode_global;             // CUstreamCaptureMode
+    std::thread::id thread_id;                  // the thread that began the capture
+    std::weak_ptr<Stream> origin;               // the stream in which the capture began and must end
     std::vector<std::weak_ptr<Stream>> streams; // the origin, and the streams that have joined
     bool is_invalidated = false;
 };
@@ -40,13 +40,13 @@ Result end_capture(const StreamRef& stream, Handle* graph);
 // may invalidate.
 int& thread_capture_mode();
 
-// Add the nodes that are not in `target` yet.
+// Append to `target` each of `nodes` that `target` does not contain yet.
 void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* target);
 
-// Return whether work of the stream is captured now, also if the capture was invalidated.
+// Return whether the stream belongs to a capture, even if the capture was invalidated.
 bool is_captured(const StreamRef& stream);
 
-// Fail with stream_capture_unsupported, and invalidate the capture, if the stream is captured.
+// Refuse a call for a stream that is captured: fail with stream_capture_unsupported, and invalidate the capture.
 Result refuse_captured_stream(const StreamRef& stream);
 
 // Add a node for work that is queued in a captured stream. Fail if the capture was invalidated. Wrong parameters do not
@@ -55,14 +55,15 @@ Result capture_node(const StreamRef& stream, NodeParameters parameters);
 // Do the same as capture_node, for a caller that holds graph_mutex().
 Result capture_node_locked(const StreamRef& stream, NodeParameters parameters);
 
-// Capture cuMemAllocAsync: reserve the address of an allocation on the device.
+// Add a node for cuMemAllocAsync in a captured stream: reserve the address of the allocation and store it in `pointer`.
 Result capture_allocation(const StreamRef& stream, Device device, std::uint64_t length_bytes, DevicePointer* pointer);
 
-// Record an event in a captured stream. The graph gets no node for it.
+// Return the new state of an event that is recorded in a captured stream; null if the stream is not captured. The graph
+// gets no node for the event.
 std::shared_ptr<CapturedEvent> capture_event_record(const StreamRef& stream);
 
-// Make a stream wait for an event. The stream is captured, or the event was recorded in a captured stream. A stream
-// that is not captured joins the capture of the event.
+// Make a stream wait for an event. The stream must be captured, or the event must have been recorded in a captured
+// stream. A stream that is not captured joins the capture of the event.
 Result capture_event_wait(const ContextRef& context, const StreamRef& stream,
                           const std::shared_ptr<CapturedEvent>& event);
 
@@ -70,12 +71,13 @@ Result capture_event_wait(const ContextRef& context, const StreamRef& stream,
 // captured_event and invalidate the capture, or fail with invalid_value if the capture has ended.
 Result refuse_captured_event(const CapturedEvent& event);
 
-// Fail with stream_capture_implicit if a blocking stream of the context is captured, because the legacy stream would
-// wait for that stream. Also invalidate the capture of that stream, unless `keeps_captures_valid`.
+// Check a call that uses the legacy stream of the context. Fail with stream_capture_implicit if a blocking stream of
+// the context is captured, because the legacy stream would wait for that stream. Also invalidate the capture of that
+// stream, unless `keeps_captures_valid`.
 Result check_legacy_stream(const ContextRef& context, bool keeps_captures_valid = false);
 
-// Fail with stream_capture_unsupported, and invalidate the capture, if a stream of the context is being captured,
-// because a call that waits for all work of the context cannot be captured.
+// Check a call that waits for all work of the context. Such a call cannot be captured, so if a stream of the context is
+// captured, fail with stream_capture_unsupported and invalidate the capture.
 Result check_synchronisation(const ContextRef& context);
 
 // Check a potentially unsafe call of this thread, such as an allocation. Invalidate every capture whose mode, together
@@ -83,7 +85,8 @@ Result check_synchronisation(const ContextRef& context);
 // stream_capture_unsupported if there is such a capture.
 Result check_unsafe_call();
 
-// Invalidate the capture of a stream whose handle is destroyed.
+// Invalidate the capture of a stream whose handle is destroyed, and remove the stream from the capture. If the capture
+// began in this stream, end the capture.
 void abandon_capture(const StreamRef& stream);
 
 } // namespace gdrkit::twin::cuda

@@ -1,4 +1,4 @@
-// cuStreamBeginCapture, cuStreamEndCapture, and queries and changes of captures.
+// Implements cuStreamBeginCapture, cuStreamEndCapture, and the calls that query or change a capture.
 #include <utility>
 
 #include "cuda/capture.hpp"
@@ -6,7 +6,8 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Find the stream of a handle, also if it is captured, and run `body` with the stream while graph_mutex() is held.
+// Find the stream of a handle, even if the stream is captured, and run `body` with the stream while graph_mutex() is
+// held.
 template <typename Body> Result run_capture_entry(std::string_view symbol, Handle handle, Body&& body) {
     return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
@@ -41,7 +42,8 @@ struct CaptureOutputs {
     std::uint64_t* id;
     Handle* graph;
     const Handle** dependencies;
-    std::size_t* count;
+    const EdgeData** edges;
+    std::size_t* dependency_count;
 };
 
 Result query_capture(const StreamRef& stream, const CaptureOutputs& outputs) {
@@ -56,18 +58,27 @@ Result query_capture(const StreamRef& stream, const CaptureOutputs& outputs) {
     if (*outputs.status != capture_active) {
         return success;
     }
+    // A program that requests the edges must also request the dependencies. Like the driver of an H200, check this only
+    // if a capture is active.
+    if (outputs.edges != nullptr && outputs.dependencies == nullptr) {
+        return invalid_value;
+    }
     stream->capture_handles.clear();
     for (const NodeRef& node : stream->capture_dependencies) {
         stream->capture_handles.push_back(node->handle);
     }
+    stream->capture_edges.assign(stream->capture_handles.size(), EdgeData{});
     if (outputs.graph != nullptr) {
         *outputs.graph = capture->graph->handle;
     }
     if (outputs.dependencies != nullptr) {
         *outputs.dependencies = stream->capture_handles.data();
     }
-    if (outputs.count != nullptr) {
-        *outputs.count = stream->capture_handles.size();
+    if (outputs.edges != nullptr) {
+        *outputs.edges = stream->capture_edges.data();
+    }
+    if (outputs.dependency_count != nullptr) {
+        *outputs.dependency_count = stream->capture_handles.size();
     }
     return success;
 }
@@ -77,7 +88,8 @@ Result query_capture(std::string_view symbol, Handle handle, const CaptureOutput
         symbol, handle, [&](const ContextRef&, const StreamRef& stream) { return query_capture(stream, outputs); });
 }
 
-Result update_dependencies(const StreamRef& stream, const Handle* handles, std::size_t count, unsigned flags) {
+Result update_dependencies(const StreamRef& stream, const Handle* node_handles, const EdgeData* edge_data,
+                           std::size_t node_count, unsigned flags) {
     std::vector<NodeRef> nodes;
     if (!stream->capture) {
         return illegal_state;
@@ -85,7 +97,8 @@ Result update_dependencies(const StreamRef& stream, const Handle* handles, std::
     if (stream->capture->is_invalidated) {
         return stream_capture_invalidated;
     }
-    if (flags > capture_set_dependencies || find_nodes(*stream->capture->graph, handles, count, &nodes) != success) {
+    if (flags > capture_set_dependencies || !is_default_edge_data(edge_data, node_count) ||
+        find_nodes(*stream->capture->graph, node_handles, node_count, &nodes) != success) {
         return invalid_value;
     }
     if (flags == capture_set_dependencies) {
@@ -106,7 +119,8 @@ GDRKIT_CUDA_ENTRY Result cuStreamBeginCapture_v2(Handle stream, int mode) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamBeginCaptureToGraph(Handle handle, Handle graph_handle, const Handle* dependencies,
-                                                     const EdgeData*, std::size_t count, int mode) {
+                                                     const EdgeData* edge_data, std::size_t dependency_count,
+                                                     int mode) {
     return run_capture_entry("cuStreamBeginCaptureToGraph", handle, [&](const ContextRef&, const StreamRef& stream) {
         std::vector<NodeRef> nodes;
         const GraphRef graph = find_graph(graph_handle);
@@ -114,7 +128,8 @@ GDRKIT_CUDA_ENTRY Result cuStreamBeginCaptureToGraph(Handle handle, Handle graph
             return stream_capture_unsupported;
         }
         if (!graph || graph->is_capturing || mode < capture_mode_global || mode > capture_mode_relaxed ||
-            find_nodes(*graph, dependencies, count, &nodes) != success) {
+            !is_default_edge_data(edge_data, dependency_count) ||
+            find_nodes(*graph, dependencies, dependency_count, &nodes) != success) {
             return invalid_value;
         }
         return begin_capture(stream, mode, graph, std::move(nodes));
@@ -128,40 +143,40 @@ GDRKIT_CUDA_ENTRY Result cuStreamEndCapture(Handle handle, Handle* graph) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamIsCapturing(Handle stream, int* status) {
-    return query_capture("cuStreamIsCapturing", stream, {status, nullptr, nullptr, nullptr, nullptr});
+    return query_capture("cuStreamIsCapturing", stream, {status, nullptr, nullptr, nullptr, nullptr, nullptr});
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetCaptureInfo(Handle stream, int* status, std::uint64_t* id) {
-    return query_capture("cuStreamGetCaptureInfo", stream, {status, id, nullptr, nullptr, nullptr});
+    return query_capture("cuStreamGetCaptureInfo", stream, {status, id, nullptr, nullptr, nullptr, nullptr});
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetCaptureInfo_v2(Handle stream, int* status, std::uint64_t* id, Handle* graph,
-                                                   const Handle** dependencies, std::size_t* count) {
-    return query_capture("cuStreamGetCaptureInfo_v2", stream, {status, id, graph, dependencies, count});
+                                                   const Handle** dependencies, std::size_t* dependency_count) {
+    return query_capture("cuStreamGetCaptureInfo_v2", stream,
+                         {status, id, graph, dependencies, nullptr, dependency_count});
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetCaptureInfo_v3(Handle stream, int* status, std::uint64_t* id, Handle* graph,
                                                    const Handle** dependencies, const EdgeData** edges,
-                                                   std::size_t* count) {
-    if (edges != nullptr) {
-        static constexpr EdgeData default_edges[64] = {};
-        *edges = default_edges;
-    }
-    return query_capture("cuStreamGetCaptureInfo_v3", stream, {status, id, graph, dependencies, count});
+                                                   std::size_t* dependency_count) {
+    return query_capture("cuStreamGetCaptureInfo_v3", stream,
+                         {status, id, graph, dependencies, edges, dependency_count});
 }
 
-GDRKIT_CUDA_ENTRY Result cuStreamUpdateCaptureDependencies(Handle handle, Handle* nodes, std::size_t count,
+GDRKIT_CUDA_ENTRY Result cuStreamUpdateCaptureDependencies(Handle handle, Handle* nodes, std::size_t dependency_count,
                                                            unsigned flags) {
-    return run_capture_entry(
-        "cuStreamUpdateCaptureDependencies", handle,
-        [&](const ContextRef&, const StreamRef& stream) { return update_dependencies(stream, nodes, count, flags); });
+    return run_capture_entry("cuStreamUpdateCaptureDependencies", handle,
+                             [&](const ContextRef&, const StreamRef& stream) {
+                                 return update_dependencies(stream, nodes, nullptr, dependency_count, flags);
+                             });
 }
 
-GDRKIT_CUDA_ENTRY Result cuStreamUpdateCaptureDependencies_v2(Handle handle, Handle* nodes, const EdgeData*,
-                                                              std::size_t count, unsigned flags) {
-    return run_capture_entry(
-        "cuStreamUpdateCaptureDependencies_v2", handle,
-        [&](const ContextRef&, const StreamRef& stream) { return update_dependencies(stream, nodes, count, flags); });
+GDRKIT_CUDA_ENTRY Result cuStreamUpdateCaptureDependencies_v2(Handle handle, Handle* nodes, const EdgeData* edge_data,
+                                                              std::size_t dependency_count, unsigned flags) {
+    return run_capture_entry("cuStreamUpdateCaptureDependencies_v2", handle,
+                             [&](const ContextRef&, const StreamRef& stream) {
+                                 return update_dependencies(stream, nodes, edge_data, dependency_count, flags);
+                             });
 }
 
 GDRKIT_CUDA_ENTRY Result cuThreadExchangeStreamCaptureMode(int* mode) {

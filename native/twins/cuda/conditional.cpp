@@ -1,4 +1,4 @@
-// Conditional nodes of graphs: their conditions, and the graphs that they run.
+// Conditional nodes of graphs: the conditions of these nodes, and the graphs that these nodes run.
 #include "cuda/conditional.hpp"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ ConditionRef find_condition(const GraphRef& graph, Handle handle) {
     return nullptr;
 }
 
-bool is_valid_count(const ConditionalParameters& parameters) {
+bool has_valid_body_count(const ConditionalParameters& parameters) {
     switch (parameters.type) {
     case conditional_if:
         return parameters.body_count == 1 || parameters.body_count == 2;
@@ -40,7 +40,7 @@ bool is_allowed_in_body(NodeType type) {
            type == node_conditional;
 }
 
-// Check all nodes that run inside a graph of a conditional node.
+// Return whether a conditional node may run all nodes of the graph and of its child graphs.
 bool is_valid_body(const Graph& graph) {
     return std::ranges::all_of(graph.nodes, [](const NodeRef& node) {
         const auto* const child = std::get_if<ChildNode>(&node->parameters);
@@ -62,7 +62,7 @@ bool has_same_nodes(const Graph& graph, const Graph& other) {
 Result make_conditional(const GraphRef& graph, ConditionalParameters* parameters, ConditionalNode* node) {
     const ConditionRef condition = find_condition(graph, parameters->condition);
     ContextRef context;
-    if (!condition || condition->is_used || !is_valid_count(*parameters)) {
+    if (!condition || condition->is_used || !has_valid_body_count(*parameters)) {
         return invalid_value;
     }
     if (const Result result = find_condition_context(parameters->context, &context); result != success) {
@@ -75,7 +75,7 @@ Result make_conditional(const GraphRef& graph, ConditionalParameters* parameters
     node->condition = condition;
     node->type = parameters->type;
     node->body_handles = std::make_shared<std::vector<Handle>>();
-    for (unsigned index = 0; index < parameters->body_count; ++index) {
+    for (unsigned body_index = 0; body_index < parameters->body_count; ++body_index) {
         const GraphRef body = make_graph();
         body->is_child = true;
         body->parent = graph;
@@ -94,8 +94,10 @@ Result choose_body(const ConditionalNode& node, GraphRef* body) {
                              "kernels\n");
         return not_supported;
     }
-    const std::size_t index = node.type == conditional_switch ? value : value != 0 ? 0 : 1;
-    *body = index < node.bodies.size() && node.type != conditional_while ? node.bodies[index] : nullptr;
+    // IF runs body 0 if the value is not zero; else body 1, if it has two bodies. SWITCH runs the body whose
+    // index is the value, if there is one.
+    const std::size_t body_index = node.type == conditional_switch ? value : value != 0 ? 0 : 1;
+    *body = body_index < node.bodies.size() && node.type != conditional_while ? node.bodies[body_index] : nullptr;
     return success;
 }
 
@@ -123,7 +125,7 @@ Result check_conditionals(const Graph& graph) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphConditionalHandleCreate(Handle* handle, Handle graph_handle, Handle context_handle,
-                                                        unsigned value, unsigned flags) {
+                                                        unsigned default_value, unsigned flags) {
     return run_with_graph("cuGraphConditionalHandleCreate", graph_handle, [&](const GraphRef& graph) {
         ContextRef context;
         if (handle == nullptr || (flags & ~condition_assign_default) != 0) {
@@ -133,9 +135,9 @@ GDRKIT_CUDA_ENTRY Result cuGraphConditionalHandleCreate(Handle* handle, Handle g
         if (result == success) {
             auto condition = std::make_shared<Condition>();
             condition->context = context;
-            // Without a default value, a condition keeps the value of the launch before. No kernel can have set a
-            // value, so it is 0.
-            condition->value_at_launch = (flags & condition_assign_default) != 0 ? value : 0;
+            // Without a default value, a condition keeps its value from the previous launch. Only kernels set a
+            // value, and the twin runs no kernels, so the value is 0.
+            condition->value_at_launch = (flags & condition_assign_default) != 0 ? default_value : 0;
             *handle = make_handle();
             graph->conditions[*handle] = std::move(condition);
         }

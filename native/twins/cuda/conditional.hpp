@@ -8,18 +8,20 @@ namespace gdrkit::twin::cuda {
 
 // The following functions require graph_mutex().
 
-// Make the graphs of a new conditional node of the graph, and store their handles in the parameters.
+// Make the graphs that a new conditional node of `graph` can run, and store their handles in `parameters`. Fail with
+// invalid_value if another node uses the condition.
 Result make_conditional(const GraphRef& graph, ConditionalParameters* parameters, ConditionalNode* node);
 
-// Return the graph that a launch runs; null if it runs none. Fail if the launch would not end.
+// Store the graph that a launch of the node runs; null if it runs none. Fail if the launch would not end.
 Result choose_body(const ConditionalNode& node, GraphRef* body);
 
-// Return whether two conditional nodes have the same type, and graphs with the same nodes. Only then can an update of
-// an executable graph replace one by the other. Conditions and parameters of inner nodes may differ.
+// Return whether two conditional nodes have the same type, and graphs whose nodes have the same types and numbers of
+// dependencies. Only then can an update of an executable graph replace one node by the other. The conditions, and the
+// parameters of the nodes in the graphs, may differ.
 bool has_same_bodies(const ConditionalNode& node, const ConditionalNode& other);
 
-// Fail with invalid_value if the graph has a condition that no node uses, or if a graph of a conditional node contains
-// nodes of a type that is not allowed there.
+// Fail with invalid_value if the graph has a condition that no node uses, or if a graph that a conditional node runs
+// contains a node of a type that CUDA does not allow in such a graph.
 Result check_conditionals(const Graph& graph);
 
 } // namespace gdrkit::twin::cuda

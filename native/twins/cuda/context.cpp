@@ -22,6 +22,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
+// These are the names under which the ledger of live handles counts contexts.
 constexpr std::string_view ledger_kind = "cuda_context";
 constexpr std::string_view primary_ledger_kind = "cuda_primary_context";
 
@@ -34,8 +35,8 @@ struct PrimaryContext {
 
 struct Contexts {
     std::mutex mutex;
-    std::condition_variable ended; // notified when the end of a primary context is complete
-    std::map<Handle, ContextRef> live;
+    std::condition_variable context_ended; // notified when the end of a primary context is complete
+    std::map<Handle, ContextRef> live_contexts;
     std::map<Device, PrimaryContext> primary_contexts;
     std::set<std::pair<Handle, Handle>> peer_accesses; // {context, peer context that it may access}
     std::uint64_t last_context_id = 0;
@@ -61,7 +62,8 @@ std::vector<ContextRef>& thread_stack() {
     return stack.contexts;
 }
 
-// Initial limits as observed on an H200, in the order of CUlimit.
+// Initial limits as observed on an H200, in the order of CUlimit: stack size, printf buffer and malloc heap in bytes;
+// synchronisation depth and pending launches of the device runtime; L2 fetch granularity in bytes; and others.
 constexpr std::uint64_t default_limits[limit_count] = {1024, 1 << 20, 8 << 20, 2, 2048, 64, 0, 0, 0, 0};
 
 ContextRef make_context_locked(Contexts* all_contexts, Device device, std::uint32_t flags) {
@@ -107,7 +109,7 @@ Result create_context(Handle* handle, std::uint32_t flags, Device device) {
         std::lock_guard lock(all_contexts.mutex);
         context = make_context_locked(&all_contexts, device, flags);
         context->is_alive = true;
-        all_contexts.live.emplace(context->handle, context);
+        all_contexts.live_contexts.emplace(context->handle, context);
     }
     ledger_add(ledger_kind, context->handle);
     thread_stack().push_back(context);
@@ -119,7 +121,7 @@ ContextRef retain_primary(Device device) {
     Contexts& all_contexts = contexts();
     std::unique_lock lock(all_contexts.mutex);
     PrimaryContext& primary = all_contexts.primary_contexts[device];
-    all_contexts.ended.wait(lock, [&] { return !primary.is_ending; });
+    all_contexts.context_ended.wait(lock, [&] { return !primary.is_ending; });
     if (!primary.context) {
         primary.context = make_context_locked(&all_contexts, device, primary.flags);
         primary.context->is_primary = true;
@@ -127,14 +129,14 @@ ContextRef retain_primary(Device device) {
     if (primary.reference_count++ == 0) {
         primary.context->flags = primary.flags | context_map_host;
         primary.context->is_alive = true;
-        all_contexts.live.emplace(primary.context->handle, primary.context);
+        all_contexts.live_contexts.emplace(primary.context->handle, primary.context);
         ledger_add(primary_ledger_kind, primary.context->handle);
     }
     return primary.context;
 }
 
-// Drop one reference of the device's primary context, or all references (cuDevicePrimaryCtxReset). When no reference is
-// left, destroy the contents of the context. Meanwhile, calls that retain the context wait.
+// Drop one reference to the device's primary context, or all references (cuDevicePrimaryCtxReset). When no reference is
+// left, destroy the contents of the context. Meanwhile, calls that retain or release the context wait.
 Result release_primary(Device device, bool drops_all_references) {
     if (!device_exists(device)) {
         return invalid_device;
@@ -144,7 +146,7 @@ Result release_primary(Device device, bool drops_all_references) {
     {
         std::unique_lock lock(all_contexts.mutex);
         PrimaryContext& primary = all_contexts.primary_contexts[device];
-        all_contexts.ended.wait(lock, [&] { return !primary.is_ending; });
+        all_contexts.context_ended.wait(lock, [&] { return !primary.is_ending; });
         if (primary.reference_count == 0) {
             return drops_all_references ? success : invalid_context;
         }
@@ -153,7 +155,7 @@ Result release_primary(Device device, bool drops_all_references) {
             primary.is_ending = true;
             released_context = primary.context;
             released_context->is_alive = false;
-            all_contexts.live.erase(released_context->handle);
+            all_contexts.live_contexts.erase(released_context->handle);
         }
     }
     if (released_context) {
@@ -161,7 +163,7 @@ Result release_primary(Device device, bool drops_all_references) {
         const bool is_removed = ledger_remove(primary_ledger_kind, released_context->handle);
         std::lock_guard lock(all_contexts.mutex);
         all_contexts.primary_contexts[device].is_ending = false;
-        all_contexts.ended.notify_all();
+        all_contexts.context_ended.notify_all();
         return is_removed ? success : invalid_context;
     }
     return success;
@@ -187,7 +189,7 @@ Result set_primary_flags(Device device, std::uint32_t flags) {
 } // namespace
 
 Handle make_handle() {
-    // The start value is not an address of this process. The handles only grow, so no handle is issued twice.
+    // The start value is far from the addresses of this process. The handles only grow, so no handle is issued twice.
     static std::atomic<Handle> last_handle{0x7e57'0000'0000};
     return last_handle += 16;
 }
@@ -209,7 +211,7 @@ ContextRef make_green_context(Device device, Handle green_context) {
     context->green_context = green_context;
     context->contents_owner = primary->handle;
     context->is_alive = true;
-    all_contexts.live.emplace(context->handle, context);
+    all_contexts.live_contexts.emplace(context->handle, context);
     return context;
 }
 
@@ -217,7 +219,7 @@ void destroy_green_context(const ContextRef& context) {
     {
         Contexts& all_contexts = contexts();
         std::lock_guard lock(all_contexts.mutex);
-        all_contexts.live.erase(context->handle);
+        all_contexts.live_contexts.erase(context->handle);
     }
     context->is_alive = false;
     close_streams(context);
@@ -234,14 +236,15 @@ bool is_valid_context_flags(std::uint32_t flags) {
 bool has_live_context(Device device) {
     Contexts& all_contexts = contexts();
     std::lock_guard lock(all_contexts.mutex);
-    return std::ranges::any_of(all_contexts.live, [&](const auto& entry) { return entry.second->device == device; });
+    return std::ranges::any_of(all_contexts.live_contexts,
+                               [&](const auto& entry) { return entry.second->device == device; });
 }
 
 Result find_context(Handle handle, ContextRef* context) {
     Contexts& all_contexts = contexts();
     std::lock_guard lock(all_contexts.mutex);
-    const auto entry = all_contexts.live.find(handle);
-    if (entry == all_contexts.live.end()) {
+    const auto entry = all_contexts.live_contexts.find(handle);
+    if (entry == all_contexts.live_contexts.end()) {
         return invalid_context;
     }
     *context = entry->second;
@@ -336,21 +339,22 @@ GDRKIT_CUDA_ENTRY Result cuCtxDestroy_v2(Handle handle) {
         {
             Contexts& all_contexts = contexts();
             std::lock_guard lock(all_contexts.mutex);
-            const auto entry = all_contexts.live.find(handle);
-            if (entry != all_contexts.live.end()) {
+            const auto entry = all_contexts.live_contexts.find(handle);
+            if (entry != all_contexts.live_contexts.end()) {
                 context = entry->second;
             }
         }
         if (context && (context->is_primary || context->green_context != 0)) {
             return invalid_context;
         }
+        // If two threads destroy the same context, only one of them removes the ledger entry. The other fails here.
         if (!ledger_remove(ledger_kind, handle)) {
             return invalid_context;
         }
         {
             Contexts& all_contexts = contexts();
             std::lock_guard lock(all_contexts.mutex);
-            all_contexts.live.erase(handle);
+            all_contexts.live_contexts.erase(handle);
         }
         context->is_alive = false;
         destroy_contents(context);

@@ -20,7 +20,7 @@ Result find_context_or_current(Handle handle, const ContextRef& current, Context
     return find_context(handle, context);
 }
 
-// Wait for all queued work of a context, and for a primary context also of the green contexts of its device. If a
+// Wait for all queued work of a context. For a primary context, wait also for the green contexts of its device. If a
 // stream of the context is being captured, invalidate the capture and fail with stream_capture_unsupported.
 Result wait_for_context(const ContextRef& context) {
     const Result result = check_synchronisation(context);

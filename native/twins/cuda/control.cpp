@@ -1,4 +1,5 @@
-// The twin's control interface (control/control.h): live handles and call counts as JSON, and replacing the fault plan.
+// The control interface of the CUDA twin (control/control.h): live handles and call counts as JSON, the GPU memory that
+// the process uses, and the fault plan.
 #include "control/control.h"
 
 #include <cerrno>
@@ -16,7 +17,8 @@
 using namespace gdrkit::twin;
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size_bytes) {
-    // Memory that was freed while a dma-buf of it existed is reclaimed first, so that the counts are current.
+    // The program may have freed memory while a dma-buf of it existed. Release this memory if the dma-buf is closed
+    // now.
     cuda::reclaim_unreferenced_memory();
     const std::string json = "{\"library\":\"cuda\",\"handles\":" + ledger_json() +
                              ",\"calls\":" + format_calls_json() + ",\"seed\":" + std::to_string(config().seed) + "}";
@@ -24,8 +26,9 @@ extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, s
 }
 
 // The twin of NVML calls this function.
-extern "C" [[gnu::visibility("default")]] int gdrkit_twin_gpu_usage(int number, unsigned long long* used_bytes) {
-    const auto device = cuda::find_ordinal(number);
+extern "C" [[gnu::visibility("default")]] int gdrkit_twin_gpu_usage(int physical_number,
+                                                                    unsigned long long* used_bytes) {
+    const auto device = cuda::find_ordinal(physical_number);
     if (!device || !cuda::has_live_context(*device)) {
         return 0;
     }

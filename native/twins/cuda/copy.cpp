@@ -13,8 +13,8 @@ bool is_empty(const CopyRequest& request) {
 }
 
 Result resolve_operands(const ContextRef& context, const CopyRequest& request, Operand* to, Operand* from) {
-    // Check the source first. If the number of rows is far too large, this check fails, and no list of the
-    // destination's rows is made.
+    // Check the source first, so that a copy with far too many rows fails before resolve_layout lists the rows of the
+    // destination.
     Result result = check_layout(request.from, *context, request.from_memory, Access::read);
     if (result == success) {
         result = resolve_layout(request.to, *context, request.to_memory, Access::write, to);
@@ -22,9 +22,9 @@ Result resolve_operands(const ContextRef& context, const CopyRequest& request, O
     return result != success ? result : resolve_layout(request.from, *context, request.from_memory, Access::read, from);
 }
 
-CopySide3d make_copy_side(const Layout& layout, AllowedMemory allowed) {
+CopySide3d make_copy_side(const Layout& layout, AllowedMemory allowed_memory) {
     CopySide3d side{};
-    side.memory_type = allowed == AllowedMemory::any ? memory_unified : memory_device;
+    side.memory_type = allowed_memory == AllowedMemory::any ? memory_unified : memory_device;
     side.device = layout.address;
     side.pitch_bytes = layout.pitch_bytes;
     side.height = layout.pitch_bytes == 0 ? 0 : layout.slice_bytes / layout.pitch_bytes;
@@ -46,7 +46,7 @@ CopyRequest make_contiguous_copy(std::uint64_t to, std::uint64_t from, std::uint
 
 namespace {
 
-// Queue a copy by `queue_work`, and wait for it if the real driver does.
+// Queue a copy by `queue_work`, and wait for the copy if the real driver would wait.
 template <typename QueueWork>
 Result copy_and_wait(const ContextRef& context, const CopyRequest& request, QueueWork&& queue_work) {
     if (const Result result = check_legacy_stream(context); result != success) {
@@ -87,8 +87,8 @@ Result prepare_copy(const ContextRef& context, const CopyRequest& request, std::
 }
 
 Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
-    return copy_and_wait(context, request, [&](std::function<void()> run, Timing timing) {
-        return enqueue(get_legacy_stream(context), std::move(run), timing);
+    return copy_and_wait(context, request, [&](std::function<void()> work, Timing timing) {
+        return enqueue(get_legacy_stream(context), std::move(work), timing);
     });
 }
 
@@ -119,20 +119,21 @@ Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handl
     return success;
 }
 
-Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context) {
-    ContextRef to, from;
-    if (find_context(to_context, &to) != success || find_context(from_context, &from) != success) {
+Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_handle, Handle from_handle) {
+    ContextRef to_context, from_context;
+    if (find_context(to_handle, &to_context) != success || find_context(from_handle, &from_context) != success) {
         return invalid_context;
     }
-    return copy_and_wait(context, request, [&](std::function<void()> run, Timing timing) {
-        return enqueue_barrier(get_legacy_stream(context), std::move(run), timing, {context, to, from});
+    return copy_and_wait(context, request, [&](std::function<void()> work, Timing timing) {
+        return enqueue_barrier(get_legacy_stream(context), std::move(work), timing,
+                               {context, to_context, from_context});
     });
 }
 
-Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context,
+Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_handle, Handle from_handle,
                          Handle stream_handle) {
-    ContextRef to, from;
-    if (find_context(to_context, &to) != success || find_context(from_context, &from) != success) {
+    ContextRef to_context, from_context;
+    if (find_context(to_handle, &to_context) != success || find_context(from_handle, &from_context) != success) {
         return invalid_context;
     }
     return enqueue_copy(context, request, stream_handle);

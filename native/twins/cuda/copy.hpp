@@ -22,24 +22,25 @@ CopyRequest make_contiguous_copy(std::uint64_t to, std::uint64_t from, std::uint
                                  AllowedMemory from_memory = AllowedMemory::any);
 
 // Carry out a synchronous copy in the legacy default stream. As with the real driver, the call returns before a copy
-// within device memory is done, unless SYNC_MEMOPS is set.
+// within device memory is done, unless SYNC_MEMOPS is set for the memory or the context.
 Result copy_synchronous(const ContextRef& context, const CopyRequest& request);
 
-// Carry out a copy between two contexts, after all earlier work and before all later work of both and of the current
-// context. As with the real driver, the call returns before a copy within device memory is done.
+// Carry out a copy between two contexts, after all earlier work and before all later work of both contexts and of
+// the current context. As with the real driver, the call returns before a copy within device memory is done.
 Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context);
 
 // Queue a copy in a stream. Pageable memory is host memory that is neither allocated by CUDA nor registered. When this
 // function returns, a pageable source has been read, and a pageable destination has been written.
 Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handle stream_handle);
 
-// Convert the driver's description of a copy of rows.
+// Convert the description of a copy that cuMemcpy3D takes. Fail with invalid_value if the description is invalid.
 Result make_copy_request(const Copy3d* copy, CopyRequest* request);
 
 // Check a copy and store the function that carries it out, or an empty function for an empty copy.
 Result prepare_copy(const ContextRef& context, const CopyRequest& request, std::function<void()>* work);
 
-// Queue a copy between two contexts, which must exist. The copy itself does not use the contexts.
+// Queue a copy between two contexts. Fail with invalid_context if one of them does not exist. The copy itself does not
+// use the contexts.
 Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context,
                          Handle stream_handle);
 

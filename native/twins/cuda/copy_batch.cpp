@@ -10,33 +10,33 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The arguments of one call. attributes[i] applies to the copies from index attribute_starts[i] to the next start
-// index.
+// The arguments of one call of cuMemcpyBatchAsync. attributes[i] applies to the copies with the indices from
+// attribute_starts[i] to attribute_starts[i + 1] - 1.
 struct CopyBatch {
     const DevicePointer* to = nullptr;
     const DevicePointer* from = nullptr;
     const std::size_t* lengths_bytes = nullptr;
-    std::size_t count = 0;
+    std::size_t copy_count = 0;
     const CopyAttributes* attributes = nullptr;
     const std::size_t* attribute_starts = nullptr;
     std::size_t attribute_count = 0;
 };
 
 bool is_well_formed(const CopyBatch& batch) {
-    if (batch.to == nullptr || batch.from == nullptr || batch.lengths_bytes == nullptr || batch.count == 0 ||
+    if (batch.to == nullptr || batch.from == nullptr || batch.lengths_bytes == nullptr || batch.copy_count == 0 ||
         batch.attributes == nullptr || batch.attribute_starts == nullptr || batch.attribute_count == 0 ||
-        batch.attribute_count > batch.count || batch.attribute_starts[0] != 0) {
+        batch.attribute_count > batch.copy_count || batch.attribute_starts[0] != 0) {
         return false;
     }
     for (std::size_t index = 0; index < batch.attribute_count; ++index) {
         const int source_order = batch.attributes[index].source_order;
         const bool is_increasing = index == 0 || batch.attribute_starts[index] > batch.attribute_starts[index - 1];
-        if (!is_increasing || batch.attribute_starts[index] >= batch.count || source_order < copy_order_stream ||
+        if (!is_increasing || batch.attribute_starts[index] >= batch.copy_count || source_order < copy_order_stream ||
             source_order > copy_order_any) {
             return false;
         }
     }
-    return std::all_of(batch.lengths_bytes, batch.lengths_bytes + batch.count,
+    return std::all_of(batch.lengths_bytes, batch.lengths_bytes + batch.copy_count,
                        [](std::size_t length_bytes) { return length_bytes != 0; });
 }
 
@@ -47,7 +47,7 @@ Result copy_batch(const ContextRef& context, const CopyBatch& batch, Handle stre
         !is_well_formed(batch)) {
         return invalid_value;
     }
-    for (std::size_t index = 0; index < batch.count; ++index) {
+    for (std::size_t index = 0; index < batch.copy_count; ++index) {
         const CopyRequest request =
             make_contiguous_copy(batch.to[index], batch.from[index], batch.lengths_bytes[index]);
         if (const Result result = enqueue_copy(context, request, stream); result != success) {
@@ -60,14 +60,14 @@ Result copy_batch(const ContextRef& context, const CopyBatch& batch, Handle stre
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyBatchAsync(const DevicePointer* to, const DevicePointer* from,
-                                            const std::size_t* lengths_bytes, std::size_t count,
+                                            const std::size_t* lengths_bytes, std::size_t copy_count,
                                             const CopyAttributes* attributes, const std::size_t* attribute_starts,
                                             std::size_t attribute_count, std::size_t* failed_index, Handle stream) {
     return run_entry_in_context("cuMemcpyBatchAsync", [&](const ContextRef& context) {
-        const CopyBatch batch{to, from, lengths_bytes, count, attributes, attribute_starts, attribute_count};
+        const CopyBatch batch{to, from, lengths_bytes, copy_count, attributes, attribute_starts, attribute_count};
         const Result result = copy_batch(context, batch, stream);
         if (result != success && failed_index != nullptr) {
-            // SIZE_MAX means that the whole call failed, not one of its copies.
+            // The twin never reports the index of a copy. With SIZE_MAX, CUDA reports an error of the whole call.
             *failed_index = SIZE_MAX;
         }
         return result;
@@ -75,11 +75,11 @@ GDRKIT_CUDA_ENTRY Result cuMemcpyBatchAsync(const DevicePointer* to, const Devic
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyBatchAsync_v2(const DevicePointer* to, const DevicePointer* from,
-                                               const std::size_t* lengths_bytes, std::size_t count,
+                                               const std::size_t* lengths_bytes, std::size_t copy_count,
                                                const CopyAttributes* attributes, const std::size_t* attribute_starts,
                                                std::size_t attribute_count, Handle stream) {
     return run_entry_in_context("cuMemcpyBatchAsync_v2", [&](const ContextRef& context) {
-        return copy_batch(context, {to, from, lengths_bytes, count, attributes, attribute_starts, attribute_count},
+        return copy_batch(context, {to, from, lengths_bytes, copy_count, attributes, attribute_starts, attribute_count},
                           stream);
     });
 }

@@ -1,5 +1,5 @@
-// cuMemcpy2D* and cuMemcpy3D*: copies of rows between memory with pitches and arrays. The rows of an array have no
-// gaps.
+// cuMemcpy2D* and cuMemcpy3D*: copies of rows and slices between pitched memory and arrays. The rows of an array
+// have no gaps.
 #include <utility>
 
 #include "cuda/array.hpp"
@@ -10,38 +10,38 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The numbers of bytes in a row, of rows in a slice, and of slices.
+// The size of a copy: the numbers of bytes in a row, of rows in a slice, and of slices.
 struct CopyExtent {
     std::uint64_t width_bytes, height, depth;
 };
 
-// Return whether `count` items from index `first` on lie before index `end`.
+// Return whether the range [first, first + count) ends at or before `end`.
 bool fits(std::uint64_t first, std::uint64_t count, std::uint64_t end) {
     return first <= end && count <= end - first;
 }
 
 // Find the address of one side of a copy, and the memory to which the address may refer.
-Result find_base(const CopySide3d& side, std::uint64_t* address, AllowedMemory* allowed) {
+Result find_base(const CopySide3d& side, std::uint64_t* address, AllowedMemory* allowed_memory) {
     switch (side.memory_type) {
     case memory_host:
         *address = reinterpret_cast<std::uint64_t>(side.host);
-        *allowed = AllowedMemory::any;
+        *allowed_memory = AllowedMemory::any;
         return success;
     case memory_device:
         *address = side.device;
-        *allowed = AllowedMemory::device_only;
+        *allowed_memory = AllowedMemory::device_only;
         return success;
     case memory_unified:
         *address = side.device;
-        *allowed = AllowedMemory::any;
+        *allowed_memory = AllowedMemory::any;
         return success;
     default:
         return invalid_value;
     }
 }
 
-// Replace an array by its memory, and check that the copy is within the array.
-Result use_array(const CopyExtent& extent, CopySide3d* side) {
+// Replace an array by the device memory that holds its elements, and check that the copy is within the array.
+Result replace_array(const CopyExtent& extent, CopySide3d* side) {
     const ArrayRef array = find_array(reinterpret_cast<Handle>(side->array));
     if (!array) {
         return invalid_value;
@@ -56,17 +56,18 @@ Result use_array(const CopyExtent& extent, CopySide3d* side) {
                : invalid_value;
 }
 
-// Convert one side of a copy. The pitch matters only if there are several rows, and the height only if there are
-// several slices.
-Result compute_layout(const CopySide3d& requested, const CopyExtent& extent, Layout* layout, AllowedMemory* allowed) {
-    CopySide3d side = requested;
-    if (requested.memory_type == memory_array) {
-        if (const Result result = use_array(extent, &side); result != success) {
+// Compute the layout of one side of a copy, and the memory to which its address may refer. The pitch matters only if
+// there are several rows, and the height only if there are several slices.
+Result compute_layout(const CopySide3d& requested_side, const CopyExtent& extent, Layout* layout,
+                      AllowedMemory* allowed_memory) {
+    CopySide3d side = requested_side;
+    if (requested_side.memory_type == memory_array) {
+        if (const Result result = replace_array(extent, &side); result != success) {
             return result;
         }
     }
     std::uint64_t address = 0, pitch_bytes = 0, slice_bytes = 0;
-    if (const Result result = find_base(side, &address, allowed); result != success) {
+    if (const Result result = find_base(side, &address, allowed_memory); result != success) {
         return result;
     }
     if (side.lod != 0) {
@@ -83,11 +84,13 @@ Result compute_layout(const CopySide3d& requested, const CopyExtent& extent, Lay
         (!fits(side.y, extent.height, side.height) || __builtin_mul_overflow(pitch_bytes, side.height, &slice_bytes))) {
         return invalid_value;
     }
+    // The copy begins at address + x_bytes + y * pitch_bytes + z * slice_bytes. Fail if this sum overflows.
     const std::pair<std::uint64_t, std::uint64_t> offsets[] = {
         {1, side.x_bytes}, {side.y, pitch_bytes}, {side.z, slice_bytes}};
-    for (const auto& [count, bytes] : offsets) {
-        std::uint64_t offset = 0;
-        if (__builtin_mul_overflow(count, bytes, &offset) || __builtin_add_overflow(address, offset, &address)) {
+    for (const auto& [step_count, step_bytes] : offsets) {
+        std::uint64_t offset_bytes = 0;
+        if (__builtin_mul_overflow(step_count, step_bytes, &offset_bytes) ||
+            __builtin_add_overflow(address, offset_bytes, &address)) {
             return invalid_value;
         }
     }
@@ -108,6 +111,7 @@ Result make_copy_request(const Copy3d* copy, CopyRequest* request) {
 
 namespace {
 
+// In the result, z, lod, context and height are 0.
 CopySide3d make_copy_side(const CopySide2d& side) {
     return {side.x_bytes, side.y,           0, 0, side.memory_type, side.host, side.device, side.array,
             Handle{0},    side.pitch_bytes, 0};

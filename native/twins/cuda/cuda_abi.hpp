@@ -51,14 +51,14 @@ enum Result : int {
 
 using Device = std::int32_t;
 using DevicePointer = std::uint64_t;
-using Handle = std::uint64_t; // CUcontext, CUstream, CUevent, CUmemoryPool, CUmemGenericAllocationHandle
+using Handle = std::uint64_t; // CUcontext, CUstream, CUevent and the other handles
 
 inline constexpr Device cpu_device = -1;             // CU_DEVICE_CPU
 inline constexpr Device invalid_device_ordinal = -2; // CU_DEVICE_INVALID
 
 inline constexpr Handle default_stream_handle = 0;
-inline constexpr Handle legacy_stream_handle = 1;
-inline constexpr Handle per_thread_stream_handle = 2;
+inline constexpr Handle legacy_stream_handle = 1;     // CU_STREAM_LEGACY
+inline constexpr Handle per_thread_stream_handle = 2; // CU_STREAM_PER_THREAD
 
 // CUmemorytype
 enum MemoryType : std::uint32_t { memory_host = 1, memory_device = 2, memory_array = 3, memory_unified = 4 };
@@ -74,7 +74,7 @@ enum ContextFlags : std::uint32_t {
 // CUstream_flags, CUevent_flags, CUevent_record_flags
 enum StreamFlags : std::uint32_t { stream_non_blocking = 1 };
 enum EventFlags : std::uint32_t { event_blocking_sync = 1, event_disable_timing = 2, event_interprocess = 4 };
-enum EventRecordFlags : std::uint32_t { event_record_external = 1 }; // and CU_EVENT_WAIT_EXTERNAL
+enum EventRecordFlags : std::uint32_t { event_record_external = 1 }; // CU_EVENT_WAIT_EXTERNAL has the same value
 
 // CUstreamWaitValue_flags. The first four are conditions, and exclude each other.
 enum WaitValueFlags : std::uint32_t { wait_geq = 0, wait_eq = 1, wait_and = 2, wait_nor = 3, wait_flush = 1U << 30 };
@@ -233,7 +233,7 @@ enum PoolAttribute : int {
     pool_used_high = 8,
 };
 
-// CUlimit
+// The number of CUlimit values.
 inline constexpr int limit_count = 10;
 
 // CUdriverProcAddress_flags, CUdriverProcAddressQueryResult
@@ -303,7 +303,7 @@ struct PoolProperties { // CUmemPoolProps
 static_assert(sizeof(PoolProperties) == 88 && offsetof(PoolProperties, size_max_bytes) == 24 &&
               offsetof(PoolProperties, usage) == 32);
 
-// One side of CUDA_MEMCPY2D
+// One side of CUDA_MEMCPY2D. The copy begins at the byte `x_bytes` of the row `y`.
 struct CopySide2d {
     std::uint64_t x_bytes, y;
     std::uint32_t memory_type;
@@ -319,8 +319,9 @@ struct Copy2d { // CUDA_MEMCPY2D
 };
 static_assert(sizeof(Copy2d) == 128 && offsetof(Copy2d, from.pitch_bytes) == 48);
 
-// One side of CUDA_MEMCPY3D or CUDA_MEMCPY3D_PEER. `context` is used only by CUDA_MEMCPY3D_PEER; it is a reserved field
-// of CUDA_MEMCPY3D.
+// One side of CUDA_MEMCPY3D or CUDA_MEMCPY3D_PEER. The copy begins at the byte `x_bytes` of the row `y` in the slice
+// `z`. `lod` is the level of detail of a mipmapped array, and must be 0. Only CUDA_MEMCPY3D_PEER uses `context`; in
+// CUDA_MEMCPY3D, this field is reserved.
 struct CopySide3d {
     std::uint64_t x_bytes, y, z, lod;
     std::uint32_t memory_type;
@@ -352,11 +353,11 @@ static_assert(sizeof(CopyAttributes) == 24 && offsetof(CopyAttributes, source_hi
 struct ContextParameters { // CUctxCreateParams
     void* exec_affinity;
     std::int32_t exec_affinity_count;
-    void* cig;
+    void* cig; // CUctxCigParam: CUDA in Graphics
 };
 static_assert(sizeof(ContextParameters) == 24 && offsetof(ContextParameters, cig) == 16);
 
 } // namespace gdrkit::twin::cuda
 
-// Marks an exported function: C linkage and default visibility. Exceptions must not leave it.
+// Marks an exported function: C linkage and default visibility. No exception may leave the function.
 #define GDRKIT_CUDA_ENTRY extern "C" [[gnu::visibility("default")]]

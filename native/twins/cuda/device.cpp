@@ -29,8 +29,8 @@ struct AttributeValue {
     int value;
 };
 
-// Attributes that are not listed are 0: limits of features that the twin does not have (kernels, texture fetches), and
-// properties that it does not support.
+// The attributes of every device. query_attribute() computes three more. All other attributes are 0: limits of features
+// that the twin does not have (kernels, texture fetches), features that the twin does not support, and PCI numbers.
 constexpr AttributeValue attribute_values[] = {
     {device_max_threads_per_block, 1024},
     {2, 1024}, // 2 to 7: largest block and grid dimensions of compute capability 9.0
@@ -90,14 +90,14 @@ int query_attribute(Device device, int attribute) {
     return entry == std::end(attribute_values) ? 0 : entry->value;
 }
 
-// Run the body of an exported function that queries one device and stores a result.
+// Run the body of an exported function that queries one device and stores its answer at `output`.
 template <typename Value, typename Body>
-Result run_device_entry(std::string_view symbol, Device device, Value* result, Body&& body) {
+Result run_device_entry(std::string_view symbol, Device device, Value* output, Body&& body) {
     return run_entry(symbol, [&] {
         if (!device_exists(device)) {
             return invalid_device;
         }
-        return result == nullptr ? invalid_value : body();
+        return output == nullptr ? invalid_value : body();
     });
 }
 
@@ -195,9 +195,9 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* buffer, int size_bytes, Devic
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuDeviceGetByPCIBusId(Device* device, const char* text) {
+GDRKIT_CUDA_ENTRY Result cuDeviceGetByPCIBusId(Device* device, const char* bus_id_text) {
     return run_entry("cuDeviceGetByPCIBusId", [&] {
-        const auto bus = text == nullptr ? std::nullopt : parse_pci_bus(text);
+        const auto bus = bus_id_text == nullptr ? std::nullopt : parse_pci_bus(bus_id_text);
         if (device == nullptr || !bus) {
             return invalid_value;
         }

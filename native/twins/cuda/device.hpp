@@ -8,7 +8,7 @@
 
 namespace gdrkit::twin::cuda {
 
-// The largest distance between two rows of a copy or memset.
+// The largest distance between two consecutive rows of a copy or memset.
 inline constexpr std::uint64_t max_pitch_bytes = 0x7fffffff;
 
 // The number of multiprocessors of an H200. The twin runs no kernels on them.

@@ -16,29 +16,30 @@ bool is_exportable(const Range& range) {
 
 // Return the first range that overlaps this page. A small allocation may begin in the middle of a page, but only whole
 // pages are exported.
-RangeRef find_range_of_page(std::uint64_t page) {
-    const std::vector<RangeRef> overlapping = list_ranges(page, page_bytes);
-    return overlapping.empty() ? nullptr : overlapping.front();
+RangeRef find_range_of_page(std::uint64_t page_base) {
+    const std::vector<RangeRef> overlapping_ranges = list_ranges(page_base, page_bytes);
+    return overlapping_ranges.empty() ? nullptr : overlapping_ranges.front();
 }
 
-// Collect the extents of device memory that are mapped in the address range, and the ranges that keep this memory
-// alive.
+// Collect the extents of device memory that are mapped in the address range. `owners` keeps this memory alive.
 Result collect_extents(std::uint64_t address, std::uint64_t length_bytes, std::vector<RangeRef>* owners,
                        std::vector<Extent>* extents) {
     const std::uint64_t end = address + length_bytes;
-    for (std::uint64_t position = address; position < end;) {
-        RangeRef range = find_range_of_page(position);
+    for (std::uint64_t next_address = address; next_address < end;) {
+        RangeRef range = find_range_of_page(next_address);
         if (!range || !is_exportable(*range)) {
             return invalid_value;
         }
+        // The range may map only a part of the memory. This is the address at which the first byte of the memory would
+        // be.
         const std::uint64_t memory_base = range->base - range->memory_offset;
         const std::uint64_t extent_end = std::min(end, memory_base + range->memory->length_bytes());
-        if (extent_end <= position) {
+        if (extent_end <= next_address) {
             return invalid_value;
         }
-        extents->push_back({range->memory->fd(), position - memory_base, extent_end - position});
+        extents->push_back({range->memory->fd(), next_address - memory_base, extent_end - next_address});
         owners->push_back(std::move(range));
-        position = extent_end;
+        next_address = extent_end;
     }
     return success;
 }

@@ -12,14 +12,15 @@
 
 namespace gdrkit::twin::cuda {
 
-// Read the environment and the fault plan at the first call.
+// Read the environment and the fault plan when this function is called for the first time.
 void load_fault_plan();
 
-// Count the call. Return false and set *error if the fault plan makes it fail.
+// Count the call. Return false and set *error if the fault plan makes the call fail.
 bool begin_call(std::string_view symbol, Result* error);
 
 // Return success, or an error if the calling thread must not use the driver. cuInit must have been called in this
-// process (a forked child counts as another process), and the thread must not run a host function of a stream.
+// process (a forked child counts as another process), and the thread must not be in a host function of a stream
+// (cuLaunchHostFunc).
 Result check_ready();
 
 // Convert exceptions to error codes, because no exception may reach a C caller.

@@ -17,20 +17,20 @@ struct Event {
     Handle context = 0;
     std::uint32_t flags = 0;
     std::mutex mutex;
-    MarkerRef marker;                        // marker of the last record, or null
-    std::shared_ptr<CapturedEvent> captured; // the last record, if it was in a captured stream, else null
+    MarkerRef marker;                              // marker of the last record, or null
+    std::shared_ptr<CapturedEvent> captured_state; // null unless the last record was in a captured stream
     // The state of an interprocess event, else null. It is set before the event becomes visible to other threads.
     std::shared_ptr<SharedEvent> shared_event;
     bool is_imported = false; // another process has created the event
 
-    void set_record(MarkerRef new_marker, std::shared_ptr<CapturedEvent> new_captured) {
+    void set_record(MarkerRef new_marker, std::shared_ptr<CapturedEvent> new_captured_state) {
         std::lock_guard lock(mutex);
         marker = std::move(new_marker);
-        captured = std::move(new_captured);
+        captured_state = std::move(new_captured_state);
     }
     std::shared_ptr<CapturedEvent> get_captured_record() {
         std::lock_guard lock(mutex);
-        return captured;
+        return captured_state;
     }
     MarkerRef get_recorded_marker() {
         std::lock_guard lock(mutex);
@@ -56,6 +56,7 @@ Result record_event(const ContextRef& context, Handle handle, Handle stream_hand
     if (flags != 0 && !(flags == event_record_external && is_captured_stream)) {
         return invalid_value;
     }
+    // With this flag, the graph gets a node that records the event at each launch.
     if (flags == event_record_external) {
         return capture_node(stream, RecordNode{handle});
     }
@@ -64,13 +65,16 @@ Result record_event(const ContextRef& context, Handle handle, Handle stream_hand
         return success;
     }
     if (event->shared_event) {
-        const std::uint32_t number = event->shared_event->begin_record();
+        // Other processes cannot see a marker. So work in the stream ends the record in the state that the processes
+        // share.
+        const std::uint32_t record_number = event->shared_event->begin_record();
         try {
             enqueue(
-                stream, [shared_event = event->shared_event, number] { shared_event->end_record(number); },
+                stream,
+                [shared_event = event->shared_event, record_number] { shared_event->end_record(record_number); },
                 Timing::immediate);
         } catch (...) {
-            event->shared_event->end_record(number);
+            event->shared_event->end_record(record_number);
             throw;
         }
         event->set_record(nullptr, nullptr);
@@ -90,8 +94,8 @@ Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_h
         return invalid_handle;
     }
     for (const auto& event : {start, end}) {
-        if (const auto captured = event->get_captured_record()) {
-            return refuse_captured_event(*captured);
+        if (const auto captured_state = event->get_captured_record()) {
+            return refuse_captured_event(*captured_state);
         }
     }
     const MarkerRef start_marker = start->get_recorded_marker(), end_marker = end->get_recorded_marker();
@@ -108,7 +112,7 @@ Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_h
 }
 
 bool is_done(const EventRecord& record) {
-    return record.shared_event ? record.shared_event->is_done(record.number)
+    return record.shared_event ? record.shared_event->is_done(record.record_number)
                                : !record.marker || are_done({record.marker});
 }
 
@@ -133,8 +137,8 @@ Result find_record(Handle handle, EventRecord* record) {
     }
     record->marker = event->get_recorded_marker();
     record->shared_event = event->shared_event;
-    record->number = event->shared_event ? event->shared_event->get_last_record() : 0;
-    record->captured = event->get_captured_record();
+    record->record_number = event->shared_event ? event->shared_event->get_last_record() : 0;
+    record->captured_state = event->get_captured_record();
     return success;
 }
 
@@ -149,8 +153,8 @@ std::function<void()> begin_record(Handle handle) {
     }
     if (event->shared_event) {
         event->set_record(nullptr, nullptr);
-        return [shared_event = event->shared_event, number = event->shared_event->begin_record()] {
-            shared_event->end_record(number);
+        return [shared_event = event->shared_event, record_number = event->shared_event->begin_record()] {
+            shared_event->end_record(record_number);
         };
     }
     MarkerRef marker = make_marker();
@@ -160,7 +164,7 @@ std::function<void()> begin_record(Handle handle) {
 
 void wait_until_done(const EventRecord& record) {
     if (record.shared_event) {
-        record.shared_event->wait_until_done(record.number);
+        record.shared_event->wait_until_done(record.record_number);
     } else if (record.marker) {
         wait_until_done(record.marker);
     }
@@ -169,7 +173,7 @@ void wait_until_done(const EventRecord& record) {
 void enqueue_wait(const StreamRef& stream, const EventRecord& record) {
     if (record.shared_event) {
         enqueue(
-            stream, [record] { record.shared_event->wait_until_done(record.number); }, Timing::immediate);
+            stream, [record] { record.shared_event->wait_until_done(record.record_number); }, Timing::immediate);
     } else if (record.marker) {
         enqueue(stream, {}, Timing::immediate, {record.marker});
     }
@@ -191,6 +195,7 @@ void destroy_context_events(Handle context) {
 GDRKIT_CUDA_ENTRY Result cuEventCreate(Handle* handle, unsigned flags) {
     return run_entry_in_context("cuEventCreate", [&](const ContextRef& context) {
         constexpr unsigned known_flags = event_blocking_sync | event_disable_timing | event_interprocess;
+        // CUDA does not measure the time of interprocess events.
         const bool is_timed_and_interprocess = (flags & event_interprocess) != 0 && (flags & event_disable_timing) == 0;
         if (handle == nullptr || (flags & ~known_flags) != 0 || is_timed_and_interprocess) {
             return invalid_value;
@@ -223,8 +228,8 @@ GDRKIT_CUDA_ENTRY Result cuEventQuery(Handle handle) {
         if (const Result result = find_record(handle, &record); result != success) {
             return result;
         }
-        if (record.captured) {
-            return refuse_captured_event(*record.captured);
+        if (record.captured_state) {
+            return refuse_captured_event(*record.captured_state);
         }
         if (const Result result = check_unsafe_call(); result != success) {
             return result;
@@ -239,8 +244,8 @@ GDRKIT_CUDA_ENTRY Result cuEventSynchronize(Handle handle) {
         if (const Result result = find_record(handle, &record); result != success) {
             return result;
         }
-        if (record.captured) {
-            return refuse_captured_event(*record.captured);
+        if (record.captured_state) {
+            return refuse_captured_event(*record.captured_state);
         }
         if (const Result result = check_unsafe_call(); result != success) {
             return result;

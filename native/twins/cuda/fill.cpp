@@ -12,25 +12,27 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// A memset: `count` values of `width_bytes` each are written to each row. The first row begins at the address `to`.
+// A memset: `row_value_count` values of `element_bytes` each are written to each row. The first row begins at the
+// address `to`.
 struct Fill {
     DevicePointer to = 0;
     std::uint32_t value = 0;
-    std::uint64_t width_bytes = 1;
-    std::uint64_t count = 0;
+    std::uint64_t element_bytes = 1;
+    std::uint64_t row_value_count = 0;
     std::uint64_t row_count = 1;
-    std::uint64_t pitch_bytes = 0; // the distance between two rows; unused if there is only one
+    std::uint64_t pitch_bytes = 0; // the distance between two rows; unused if there is only one row
 };
 
-// Convert a memset to the layout of its bytes. Rows begin at multiples of the size of a value, and do not overlap.
+// Compute the layout of the bytes of a memset. Fail with invalid_value unless each row begins at a multiple of the size
+// of a value, and no rows overlap.
 Result compute_layout(const Fill& request, Layout* layout) {
     std::uint64_t row_bytes = 0;
-    if (request.to % request.width_bytes != 0 ||
-        __builtin_mul_overflow(request.count, request.width_bytes, &row_bytes)) {
+    if (request.to % request.element_bytes != 0 ||
+        __builtin_mul_overflow(request.row_value_count, request.element_bytes, &row_bytes)) {
         return invalid_value;
     }
     const bool is_valid_pitch = request.pitch_bytes >= row_bytes && request.pitch_bytes <= max_pitch_bytes &&
-                                request.pitch_bytes % request.width_bytes == 0;
+                                request.pitch_bytes % request.element_bytes == 0;
     if (request.row_count > 1 && !is_valid_pitch) {
         return invalid_value;
     }
@@ -38,18 +40,18 @@ Result compute_layout(const Fill& request, Layout* layout) {
     return success;
 }
 
-void fill_bytes(const Operand& to, std::uint32_t value, std::uint64_t width_bytes) {
+void fill_bytes(const Operand& to, std::uint32_t value, std::uint64_t element_bytes) {
     const auto lock = lock_views();
     std::byte pattern[4];
     std::memcpy(pattern, &value, sizeof pattern);
-    std::uint64_t offset = 0;
+    std::uint64_t byte_index = 0;
     for (const std::span<std::byte> span : to.spans) {
-        if (width_bytes == 1) {
+        if (element_bytes == 1) {
             std::ranges::fill(span, pattern[0]);
             continue;
         }
         for (std::byte& byte : span) {
-            byte = pattern[offset++ % width_bytes];
+            byte = pattern[byte_index++ % element_bytes];
         }
     }
     std::ranges::for_each(to.viewed_bytes, update_view);
@@ -59,17 +61,20 @@ void fill_bytes(const Operand& to, std::uint32_t value, std::uint64_t width_byte
 // driver's synchronous memset waits.
 enum class SyncMode { if_required, asynchronous };
 
-// Queue a memset. As with the real driver, even the synchronous function returns before a memset of device memory is
-// done, unless SYNC_MEMOPS is set.
+// Queue a memset. As with the real driver, even with SyncMode::if_required the call returns before a memset of device
+// memory is done, unless SYNC_MEMOPS is set for the memory or the context.
 Result enqueue_fill(const ContextRef& context, const Fill& request, Handle stream_handle, SyncMode sync_mode) {
     StreamRef stream;
     if (const Result result = find_stream(stream_handle, context, &stream, CapturePolicy::allow); result != success) {
         return result;
     }
     if (is_captured(stream)) {
-        const FillParameters parameters{request.to,    request.pitch_bytes,
-                                        request.value, static_cast<std::uint32_t>(request.width_bytes),
-                                        request.count, request.row_count};
+        const FillParameters parameters{request.to,
+                                        request.pitch_bytes,
+                                        request.value,
+                                        static_cast<std::uint32_t>(request.element_bytes),
+                                        request.row_value_count,
+                                        request.row_count};
         return capture_node(stream, FillNode{parameters, context->handle});
     }
     Layout layout;
@@ -88,7 +93,7 @@ Result enqueue_fill(const ContextRef& context, const Fill& request, Handle strea
         sync_mode == SyncMode::if_required && (to.is_host || to.has_sync_memops || is_sync_memops_set(*context));
     const MarkerRef marker = enqueue(
         stream,
-        [to = std::move(to), value = request.value, element_bytes = request.width_bytes] {
+        [to = std::move(to), value = request.value, element_bytes = request.element_bytes] {
             fill_bytes(to, value, element_bytes);
         },
         Timing::delayed);
@@ -121,84 +126,89 @@ Result prepare_fill(const ContextRef& context, const FillParameters& parameters,
     return result;
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemsetD8_v2(DevicePointer to, unsigned char value, std::size_t count) {
+GDRKIT_CUDA_ENTRY Result cuMemsetD8_v2(DevicePointer to, unsigned char value, std::size_t value_count) {
     return run_entry_in_context("cuMemsetD8_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 1, count}, legacy_stream_handle, SyncMode::if_required);
+        return enqueue_fill(context, {to, value, 1, value_count}, legacy_stream_handle, SyncMode::if_required);
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemsetD16_v2(DevicePointer to, unsigned short value, std::size_t count) {
+GDRKIT_CUDA_ENTRY Result cuMemsetD16_v2(DevicePointer to, unsigned short value, std::size_t value_count) {
     return run_entry_in_context("cuMemsetD16_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 2, count}, legacy_stream_handle, SyncMode::if_required);
+        return enqueue_fill(context, {to, value, 2, value_count}, legacy_stream_handle, SyncMode::if_required);
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemsetD32_v2(DevicePointer to, unsigned value, std::size_t count) {
+GDRKIT_CUDA_ENTRY Result cuMemsetD32_v2(DevicePointer to, unsigned value, std::size_t value_count) {
     return run_entry_in_context("cuMemsetD32_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 4, count}, legacy_stream_handle, SyncMode::if_required);
+        return enqueue_fill(context, {to, value, 4, value_count}, legacy_stream_handle, SyncMode::if_required);
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemsetD8Async(DevicePointer to, unsigned char value, std::size_t count, Handle stream) {
+GDRKIT_CUDA_ENTRY Result cuMemsetD8Async(DevicePointer to, unsigned char value, std::size_t value_count,
+                                         Handle stream) {
     return run_entry_in_context("cuMemsetD8Async", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 1, count}, stream, SyncMode::asynchronous);
+        return enqueue_fill(context, {to, value, 1, value_count}, stream, SyncMode::asynchronous);
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemsetD16Async(DevicePointer to, unsigned short value, std::size_t count, Handle stream) {
+GDRKIT_CUDA_ENTRY Result cuMemsetD16Async(DevicePointer to, unsigned short value, std::size_t value_count,
+                                          Handle stream) {
     return run_entry_in_context("cuMemsetD16Async", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 2, count}, stream, SyncMode::asynchronous);
+        return enqueue_fill(context, {to, value, 2, value_count}, stream, SyncMode::asynchronous);
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemsetD32Async(DevicePointer to, unsigned value, std::size_t count, Handle stream) {
+GDRKIT_CUDA_ENTRY Result cuMemsetD32Async(DevicePointer to, unsigned value, std::size_t value_count, Handle stream) {
     return run_entry_in_context("cuMemsetD32Async", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 4, count}, stream, SyncMode::asynchronous);
+        return enqueue_fill(context, {to, value, 4, value_count}, stream, SyncMode::asynchronous);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D8_v2(DevicePointer to, std::size_t pitch_bytes, unsigned char value,
-                                         std::size_t count, std::size_t row_count) {
+                                         std::size_t value_count, std::size_t row_count) {
     return run_entry_in_context("cuMemsetD2D8_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 1, count, row_count, pitch_bytes}, legacy_stream_handle,
+        return enqueue_fill(context, {to, value, 1, value_count, row_count, pitch_bytes}, legacy_stream_handle,
                             SyncMode::if_required);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D16_v2(DevicePointer to, std::size_t pitch_bytes, unsigned short value,
-                                          std::size_t count, std::size_t row_count) {
+                                          std::size_t value_count, std::size_t row_count) {
     return run_entry_in_context("cuMemsetD2D16_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 2, count, row_count, pitch_bytes}, legacy_stream_handle,
+        return enqueue_fill(context, {to, value, 2, value_count, row_count, pitch_bytes}, legacy_stream_handle,
                             SyncMode::if_required);
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemsetD2D32_v2(DevicePointer to, std::size_t pitch_bytes, unsigned value, std::size_t count,
-                                          std::size_t row_count) {
+GDRKIT_CUDA_ENTRY Result cuMemsetD2D32_v2(DevicePointer to, std::size_t pitch_bytes, unsigned value,
+                                          std::size_t value_count, std::size_t row_count) {
     return run_entry_in_context("cuMemsetD2D32_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 4, count, row_count, pitch_bytes}, legacy_stream_handle,
+        return enqueue_fill(context, {to, value, 4, value_count, row_count, pitch_bytes}, legacy_stream_handle,
                             SyncMode::if_required);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D8Async(DevicePointer to, std::size_t pitch_bytes, unsigned char value,
-                                           std::size_t count, std::size_t row_count, Handle stream) {
+                                           std::size_t value_count, std::size_t row_count, Handle stream) {
     return run_entry_in_context("cuMemsetD2D8Async", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 1, count, row_count, pitch_bytes}, stream, SyncMode::asynchronous);
+        return enqueue_fill(context, {to, value, 1, value_count, row_count, pitch_bytes}, stream,
+                            SyncMode::asynchronous);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D16Async(DevicePointer to, std::size_t pitch_bytes, unsigned short value,
-                                            std::size_t count, std::size_t row_count, Handle stream) {
+                                            std::size_t value_count, std::size_t row_count, Handle stream) {
     return run_entry_in_context("cuMemsetD2D16Async", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 2, count, row_count, pitch_bytes}, stream, SyncMode::asynchronous);
+        return enqueue_fill(context, {to, value, 2, value_count, row_count, pitch_bytes}, stream,
+                            SyncMode::asynchronous);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D32Async(DevicePointer to, std::size_t pitch_bytes, unsigned value,
-                                            std::size_t count, std::size_t row_count, Handle stream) {
+                                            std::size_t value_count, std::size_t row_count, Handle stream) {
     return run_entry_in_context("cuMemsetD2D32Async", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 4, count, row_count, pitch_bytes}, stream, SyncMode::asynchronous);
+        return enqueue_fill(context, {to, value, 4, value_count, row_count, pitch_bytes}, stream,
+                            SyncMode::asynchronous);
     });
 }
 

@@ -11,12 +11,13 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The smallest value of GPU_DIRECT_RDMA_WRITES_ORDERING with which the GPU that owns the memory needs no flush.
+// CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER: with this ordering, or a larger value, the GPU that owns the memory needs
+// no flush.
 constexpr int ordering_owner = 100;
 
 struct Views {
     std::mutex mutex;
-    std::set<GpuView*> all;
+    std::set<GpuView*> all_views;
 };
 
 // The object is never destroyed, because a thread of a stream may copy while the process exits.
@@ -33,17 +34,17 @@ GpuView::GpuView(std::byte* memory, std::uint64_t length_bytes) : memory_(memory
     }
     void* const pages = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages != MAP_FAILED) {
-        bytes_ = static_cast<std::byte*>(pages);
+        view_ = static_cast<std::byte*>(pages);
         std::lock_guard lock(views().mutex);
-        views().all.insert(this);
+        views().all_views.insert(this);
     }
 }
 
 GpuView::~GpuView() {
-    if (bytes_ != nullptr) {
+    if (view_ != nullptr) {
         std::lock_guard lock(views().mutex);
-        views().all.erase(this);
-        munmap(bytes_, length_bytes_);
+        views().all_views.erase(this);
+        munmap(view_, length_bytes_);
     }
 }
 
@@ -52,14 +53,14 @@ std::unique_lock<std::mutex> lock_views() {
                                                       : std::unique_lock(views().mutex);
 }
 
-void update_view(const ViewedBytes& written) {
-    std::memcpy(written.view, written.bytes.data(), written.bytes.size());
+void update_view(const ViewedBytes& written_bytes) {
+    std::memcpy(written_bytes.view, written_bytes.bytes.data(), written_bytes.bytes.size());
 }
 
 void flush_remote_writes() {
     const auto lock = lock_views();
-    for (const GpuView* const view : views().all) {
-        std::memcpy(view->bytes_, view->memory_, view->length_bytes_);
+    for (const GpuView* const view : views().all_views) {
+        std::memcpy(view->view_, view->memory_, view->length_bytes_);
     }
 }
 

@@ -2,6 +2,7 @@
 #include "cuda/graph.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <set>
 #include <utility>
@@ -16,10 +17,10 @@ struct Graphs {
     Registry<Graph> owned_graphs{"cuda_graph"}; // the graphs that the program destroys
     std::map<Handle, std::weak_ptr<Graph>> graphs_by_handle;
     std::map<Handle, std::weak_ptr<Node>> nodes_by_handle;
-    // This mutex guards `memory`. It is separate, because a thread without `mutex` may drop the last reference to
-    // memory.
+    // This mutex guards `registered_memory`. It is separate, because a thread without `mutex` may drop the last
+    // reference to a GraphMemory.
     std::mutex memory_mutex;
-    std::set<const GraphMemory*> memory;
+    std::set<const GraphMemory*> registered_memory;
 };
 
 Graphs& graphs() {
@@ -52,7 +53,7 @@ Graph::~Graph() {
     graphs().graphs_by_handle.erase(handle);
     for (const NodeRef& node : nodes) {
         graphs().nodes_by_handle.erase(node->handle);
-        // Nodes that refer to each other would keep each other alive.
+        // In a cycle of dependencies, the nodes would otherwise keep each other alive.
         node->dependencies.clear();
     }
 }
@@ -60,7 +61,7 @@ Graph::~Graph() {
 GraphMemory::~GraphMemory() {
     {
         std::lock_guard lock(graphs().memory_mutex);
-        graphs().memory.erase(this);
+        graphs().registered_memory.erase(this);
     }
     free_slot(slot);
 }
@@ -78,7 +79,7 @@ void add_owned_graph(const GraphRef& graph) {
 
 void register_graph_memory(const GraphMemory* memory) {
     std::lock_guard lock(graphs().memory_mutex);
-    graphs().memory.insert(memory);
+    graphs().registered_memory.insert(memory);
 }
 
 GraphRef find_graph(Handle handle) {
@@ -93,14 +94,15 @@ NodeRef find_node(Handle handle) {
 
 bool is_graph_memory(DevicePointer address) {
     std::lock_guard lock(graphs().memory_mutex);
-    return std::ranges::any_of(
-        graphs().memory, [=](const GraphMemory* memory) { return address - memory->slot.base < memory->length_bytes; });
+    return std::ranges::any_of(graphs().registered_memory, [=](const GraphMemory* memory) {
+        return address - memory->slot.base < memory->length_bytes;
+    });
 }
 
 std::uint64_t count_graph_memory_bytes(Device device) {
     std::lock_guard lock(graphs().memory_mutex);
     std::uint64_t sum = 0;
-    for (const GraphMemory* memory : graphs().memory) {
+    for (const GraphMemory* memory : graphs().registered_memory) {
         if (memory->device == device && find_range_by_base(memory->slot.base)) {
             sum += memory->length_bytes;
         }
@@ -139,6 +141,13 @@ Result find_nodes(const Graph& graph, const Handle* handles, std::size_t count, 
         nodes->push_back(std::move(node));
     }
     return success;
+}
+
+bool is_default_edge_data(const EdgeData* edge_data, std::size_t edge_count) {
+    return edge_data == nullptr || std::all_of(edge_data, edge_data + edge_count, [](const EdgeData& edge) {
+               constexpr EdgeData default_edge{};
+               return std::memcmp(&edge, &default_edge, sizeof edge) == 0;
+           });
 }
 
 NodeRef add_node(const GraphRef& graph, NodeParameters parameters, std::vector<NodeRef> dependencies) {

@@ -16,8 +16,8 @@
 
 namespace gdrkit::twin::cuda {
 
-// The memory of an allocation node. The address stays reserved for the node. A range exists there only while the memory
-// is allocated.
+// The memory of an allocation node. The address stays reserved for the node. A range exists at this address only
+// while the memory is allocated.
 struct GraphMemory : Pool {
     GraphMemory() = default;
     GraphMemory(const GraphMemory&) = delete;
@@ -60,7 +60,7 @@ struct FreeNode {
 struct Condition {
     std::weak_ptr<Context> context;
     unsigned value_at_launch = 0;
-    bool is_used = false; // a node has the condition
+    bool is_used = false; // a conditional node uses the condition
 };
 using ConditionRef = std::shared_ptr<Condition>;
 
@@ -82,7 +82,7 @@ struct Node {
 };
 using NodeRef = std::shared_ptr<Node>;
 
-// A resource of the program. When the last reference is dropped, its function `destroy` is called.
+// A resource of the program. When the last reference to it is dropped, the twin calls `destroy` with `pointer`.
 struct UserObject {
     UserObject(void (*destroy_function)(void*), void* argument) : destroy(destroy_function), pointer(argument) {}
     UserObject(const UserObject&) = delete;
@@ -113,9 +113,9 @@ struct Graph {
     std::weak_ptr<void> executable;            // the only executable graph of a graph that allocates or frees memory
 };
 
-// Return the mutex that guards all graphs, executable graphs and captures. Other mutexes of the twin may be locked
-// while a thread holds it. It is recursive, because the last reference to a graph may be dropped by a thread that holds
-// the mutex.
+// Return the mutex that guards all graphs, executable graphs and captures. A thread that holds this mutex may
+// lock other mutexes of the twin. The mutex is recursive, because a thread that holds the mutex may drop the last
+// reference to a graph, and ~Graph() locks the mutex.
 std::recursive_mutex& graph_mutex();
 
 // The following functions require graph_mutex().
@@ -123,6 +123,7 @@ std::recursive_mutex& graph_mutex();
 GraphRef make_graph();
 // Add a graph that the program owns and must destroy.
 void add_owned_graph(const GraphRef& graph);
+// Add the memory to the set that is_graph_memory() and count_graph_memory_bytes() search. ~GraphMemory() removes it.
 void register_graph_memory(const GraphMemory* memory);
 GraphRef find_graph(Handle handle);
 NodeRef find_node(Handle handle);
@@ -131,24 +132,29 @@ bool has_memory_nodes(const Graph& graph);
 // Return whether the graph has memory or conditional nodes, so that the program may not copy it.
 bool has_uncopyable_nodes(const Graph& graph);
 
-// Find nodes of a graph by their handles. Fail with invalid_value if a node is missing or listed twice.
+// Find nodes of a graph by their handles. Fail with invalid_value if a node does not belong to the graph or
+// is listed twice.
 Result find_nodes(const Graph& graph, const Handle* handles, std::size_t count, std::vector<NodeRef>* nodes);
+
+// Return whether all edges have default data. The node types of the twin allow no other edges. A null pointer stands
+// for default data.
+bool is_default_edge_data(const EdgeData* edge_data, std::size_t edge_count);
 
 NodeRef add_node(const GraphRef& graph, NodeParameters parameters, std::vector<NodeRef> dependencies);
 
-// Return a copy of a graph, with copies of its child graphs.
+// Return a copy of a graph, with copies of its child graphs and of the graphs of its conditional nodes.
 GraphRef clone_graph(const Graph& graph);
 
-// Check the parameters of a new node: operands of copies must exist, or belong to an allocation node.
+// Check the parameters of a new node. Its memory must exist or belong to an allocation node, and its event must exist.
 Result check_parameters(const NodeParameters& parameters);
 
 // Reserve an address for an allocation node and store it in the parameters. Fail if the parameters are invalid.
 Result make_allocation(AllocateParameters* parameters, AllocateNode* node);
 
-// Return whether the memory of an allocation node has this address.
+// Return whether this address lies in the memory of any allocation node.
 bool is_graph_memory(DevicePointer address);
 // Return the number of bytes that allocation nodes have allocated on a device now. record_graph_memory_use raises the
-// high-water marks to that number.
+// high-water marks of the device to that number.
 std::uint64_t count_graph_memory_bytes(Device device);
 void record_graph_memory_use(Device device);
 
@@ -160,7 +166,7 @@ template <typename Body> Result run_graph_entry(std::string_view symbol, Body&& 
     });
 }
 
-// Run `body` with the graph or the node of a handle, or fail with invalid_value if it does not exist.
+// Run `body` with the graph or the node of a handle, or fail with invalid_value if the handle is unknown.
 template <typename Body> Result run_with_graph(std::string_view symbol, Handle handle, Body&& body) {
     return run_graph_entry(symbol, [&] {
         const GraphRef graph = find_graph(handle);

@@ -9,7 +9,7 @@
 
 namespace gdrkit::twin::cuda {
 
-// The types of CUgraphNodeType that the twin has.
+// The types of CUgraphNodeType that the twin supports.
 enum NodeType : int {
     node_copy = 1,
     node_fill = 2,
@@ -52,13 +52,13 @@ struct FillParameters { // CUDA_MEMSET_NODE_PARAMS
     std::size_t pitch_bytes;
     std::uint32_t value;
     std::uint32_t element_bytes;
-    std::size_t width, height;
+    std::size_t width, height; // the numbers of values in a row, and of rows
 };
 static_assert(sizeof(FillParameters) == 40 && offsetof(FillParameters, width) == 24);
 
 struct HostParameters { // CUDA_HOST_NODE_PARAMS
     void (*function)(void*);
-    void* user;
+    void* user_data;
 };
 static_assert(sizeof(HostParameters) == 16);
 
@@ -86,12 +86,12 @@ struct EdgeData { // CUgraphEdgeData
 };
 static_assert(sizeof(EdgeData) == 8);
 
-// CUgraphNodeParams, with the members of the types that the twin has
+// CUgraphNodeParams, with the union members of the node types that the twin supports
 struct NodeParameterUnion {
     std::int32_t type;
     std::int32_t reserved[3];
     union {
-        std::uint64_t words[29];
+        std::uint64_t words[29]; // gives the union the size that CUDA defines
         struct {
             std::int32_t flags, reserved;
             Handle context;

@@ -18,7 +18,7 @@ struct Executable {
     GraphRef graph;
     std::uint64_t flags = 0;
     std::vector<Handle> disabled_nodes; // handles of nodes of the original graph
-    MarkerRef last_launch;
+    MarkerRef last_launch;              // marker of the last launch, for which the next launch waits, or null
 };
 using ExecutableRef = std::shared_ptr<Executable>;
 
@@ -28,6 +28,7 @@ Registry<Executable>& executables() {
 }
 
 bool has_cycle(const Graph& graph) {
+    // draw_random_order() leaves out the nodes of a cycle.
     return draw_random_order(graph).size() != graph.nodes.size() ||
            std::ranges::any_of(graph.nodes, [](const NodeRef& node) {
                const auto* const child = std::get_if<ChildNode>(&node->parameters);
@@ -38,10 +39,10 @@ bool has_cycle(const Graph& graph) {
            });
 }
 
-Result instantiate_graph(Handle* handle, Handle graph_handle, std::uint64_t flags) {
+Result instantiate_graph(Handle* executable_handle, Handle graph_handle, std::uint64_t flags) {
     const GraphRef graph = find_graph(graph_handle);
     constexpr std::uint64_t known_flags = instantiate_auto_free | instantiate_upload | instantiate_node_priority;
-    if (handle == nullptr || !graph || graph->is_capturing) {
+    if (executable_handle == nullptr || !graph || graph->is_capturing) {
         return invalid_value;
     }
     if ((flags & ~known_flags) != 0) {
@@ -61,12 +62,12 @@ Result instantiate_graph(Handle* handle, Handle graph_handle, std::uint64_t flag
         graph->executable = executable;
     }
     executables().add(executable->handle, executable);
-    *handle = executable->handle;
+    *executable_handle = executable->handle;
     return success;
 }
 
-Result launch_graph(const ContextRef& context, Handle handle, Handle stream_handle) {
-    const ExecutableRef executable = executables().find(handle);
+Result launch_graph(const ContextRef& context, Handle executable_handle, Handle stream_handle) {
+    const ExecutableRef executable = executables().find(executable_handle);
     StreamRef stream;
     if (!executable) {
         return invalid_value;
@@ -82,10 +83,10 @@ Result launch_graph(const ContextRef& context, Handle handle, Handle stream_hand
         child->is_child = true;
         return capture_node_locked(stream, ChildNode{std::move(child)});
     }
-    const ContextRef owner = stream->context.lock();
+    const ContextRef stream_context = stream->context.lock();
     std::function<void()> work;
-    if (const Result result = prepare_launch(owner ? owner : context, *executable->graph, executable->flags,
-                                             executable->disabled_nodes, &work);
+    if (const Result result = prepare_launch(stream_context ? stream_context : context, *executable->graph,
+                                             executable->flags, executable->disabled_nodes, &work);
         result != success) {
         return result;
     }
@@ -97,9 +98,11 @@ Result launch_graph(const ContextRef& context, Handle handle, Handle stream_hand
     return success;
 }
 
-// Give the executable graph the parameters of a graph with the same nodes and dependencies.
-Result update_graph(Handle handle, Handle graph_handle, UpdateInformation* information) {
-    const ExecutableRef executable = executables().find(handle);
+// Replace the parameters of the nodes of an executable graph by the parameters of another graph. Fail with
+// graph_update_failure if the graphs have different nodes or dependencies, or if they allocate or free memory. The
+// nodes are matched by the order in which they were added.
+Result update_graph(Handle executable_handle, Handle graph_handle, UpdateInformation* information) {
+    const ExecutableRef executable = executables().find(executable_handle);
     const GraphRef graph = find_graph(graph_handle);
     *information = {update_error, 0, 0};
     if (!executable || !graph) {
@@ -116,48 +119,49 @@ Result update_graph(Handle handle, Handle graph_handle, UpdateInformation* infor
     const auto index_of = [](const auto& nodes, const NodeRef& node) {
         return std::ranges::find(nodes, node) - nodes.begin();
     };
-    for (std::size_t index = 0; index < executable_nodes.size(); ++index) {
-        if (executable_nodes[index]->dependencies.size() != new_nodes[index]->dependencies.size()) {
-            return fail(update_topology_changed, new_nodes[index]->handle);
+    for (std::size_t node_index = 0; node_index < executable_nodes.size(); ++node_index) {
+        if (executable_nodes[node_index]->dependencies.size() != new_nodes[node_index]->dependencies.size()) {
+            return fail(update_topology_changed, new_nodes[node_index]->handle);
         }
-        for (std::size_t position = 0; position < executable_nodes[index]->dependencies.size(); ++position) {
-            if (index_of(executable_nodes, executable_nodes[index]->dependencies[position]) !=
-                index_of(new_nodes, new_nodes[index]->dependencies[position])) {
-                return fail(update_topology_changed, new_nodes[index]->handle);
+        for (std::size_t dependency_index = 0; dependency_index < executable_nodes[node_index]->dependencies.size();
+             ++dependency_index) {
+            if (index_of(executable_nodes, executable_nodes[node_index]->dependencies[dependency_index]) !=
+                index_of(new_nodes, new_nodes[node_index]->dependencies[dependency_index])) {
+                return fail(update_topology_changed, new_nodes[node_index]->handle);
             }
         }
-        if (get_node_type(*executable_nodes[index]) != get_node_type(*new_nodes[index])) {
-            return fail(update_node_type_changed, new_nodes[index]->handle);
+        if (get_node_type(*executable_nodes[node_index]) != get_node_type(*new_nodes[node_index])) {
+            return fail(update_node_type_changed, new_nodes[node_index]->handle);
         }
-        const auto* const conditional = std::get_if<ConditionalNode>(&executable_nodes[index]->parameters);
-        if (get_node_type(*executable_nodes[index]) == node_allocate ||
-            get_node_type(*executable_nodes[index]) == node_free ||
+        const auto* const conditional = std::get_if<ConditionalNode>(&executable_nodes[node_index]->parameters);
+        if (get_node_type(*executable_nodes[node_index]) == node_allocate ||
+            get_node_type(*executable_nodes[node_index]) == node_free ||
             (conditional != nullptr &&
-             !has_same_bodies(*conditional, std::get<ConditionalNode>(new_nodes[index]->parameters)))) {
-            return fail(update_parameters_changed, new_nodes[index]->handle);
+             !has_same_bodies(*conditional, std::get<ConditionalNode>(new_nodes[node_index]->parameters)))) {
+            return fail(update_parameters_changed, new_nodes[node_index]->handle);
         }
     }
     const GraphRef copy = clone_graph(*graph);
-    for (std::size_t index = 0; index < executable_nodes.size(); ++index) {
-        executable_nodes[index]->parameters = copy->nodes[index]->parameters;
+    for (std::size_t node_index = 0; node_index < executable_nodes.size(); ++node_index) {
+        executable_nodes[node_index]->parameters = copy->nodes[node_index]->parameters;
     }
     *information = {update_success, 0, 0};
     return success;
 }
 
-// Find the copy of a node of the original graph in an executable graph; null if there is none.
-NodeRef find_copy(const ExecutableRef& executable, Handle original) {
-    if (!executable || original == 0) {
+// Return the node of an executable graph that is the copy of this node of the original graph; null if there is none.
+NodeRef find_copy(const ExecutableRef& executable, Handle original_handle) {
+    if (!executable || original_handle == 0) {
         return nullptr;
     }
     const auto& nodes = executable->graph->nodes;
-    const auto entry = std::ranges::find(nodes, original, [](const NodeRef& node) { return node->origin; });
+    const auto entry = std::ranges::find(nodes, original_handle, [](const NodeRef& node) { return node->origin; });
     return entry == nodes.end() ? nullptr : *entry;
 }
 
 // Replace the parameters that an executable graph has for a node of its original graph.
-template <typename Type> Result set_parameters(Handle handle, Handle node_handle, Type parameters) {
-    const NodeRef node = find_copy(executables().find(handle), node_handle);
+template <typename Type> Result set_parameters(Handle executable_handle, Handle node_handle, Type parameters) {
+    const NodeRef node = find_copy(executables().find(executable_handle), node_handle);
     if (!node || !std::holds_alternative<Type>(node->parameters)) {
         return invalid_value;
     }
@@ -170,8 +174,8 @@ template <typename Type> Result set_parameters(Handle handle, Handle node_handle
 
 // Find an executable graph and check that the node can be disabled: CUDA allows that only for copies, memsets and
 // kernels.
-Result find_executable_with_disableable_node(Handle handle, Handle node_handle, ExecutableRef* executable) {
-    *executable = executables().find(handle);
+Result find_executable_with_disableable_node(Handle executable_handle, Handle node_handle, ExecutableRef* executable) {
+    *executable = executables().find(executable_handle);
     const NodeRef node = find_copy(*executable, node_handle);
     return node && (get_node_type(*node) == node_copy || get_node_type(*node) == node_fill) ? success : invalid_value;
 }
@@ -182,6 +186,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithFlags(Handle* executable, Handle 
     return run_graph_entry("cuGraphInstantiateWithFlags", [&] { return instantiate_graph(executable, graph, flags); });
 }
 
+// The last two parameters are a buffer for a log, which the twin does not write.
 GDRKIT_CUDA_ENTRY Result cuGraphInstantiate_v2(Handle* executable, Handle graph, Handle* error_node, char*,
                                                std::size_t) {
     return run_graph_entry("cuGraphInstantiate_v2", [&] {
@@ -200,11 +205,11 @@ GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithParams(Handle* executable, Handle
         }
         const Result result = instantiate_graph(executable, graph, parameters->flags);
         const GraphRef source_graph = find_graph(graph);
-        const bool is_invalid = result != success && source_graph && has_cycle(*source_graph);
-        parameters->error_node = is_invalid ? source_graph->nodes.front()->handle : 0;
-        parameters->result = result == success ? instantiate_success
-                             : is_invalid      ? instantiate_invalid_structure
-                                               : instantiate_error;
+        const bool has_invalid_structure = result != success && source_graph && has_cycle(*source_graph);
+        parameters->error_node = has_invalid_structure ? source_graph->nodes.front()->handle : 0;
+        parameters->result = result == success       ? instantiate_success
+                             : has_invalid_structure ? instantiate_invalid_structure
+                                                     : instantiate_error;
         return result;
     });
 }
@@ -214,9 +219,9 @@ GDRKIT_CUDA_ENTRY Result cuGraphExecDestroy(Handle executable) {
                            [&] { return executables().take(executable) ? success : invalid_value; });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphExecGetFlags(Handle handle, std::uint64_t* flags) {
+GDRKIT_CUDA_ENTRY Result cuGraphExecGetFlags(Handle executable_handle, std::uint64_t* flags) {
     return run_graph_entry("cuGraphExecGetFlags", [&] {
-        const ExecutableRef executable = executables().find(handle);
+        const ExecutableRef executable = executables().find(executable_handle);
         if (!executable || flags == nullptr) {
             return invalid_value;
         }
@@ -289,10 +294,10 @@ GDRKIT_CUDA_ENTRY Result cuGraphExecEventWaitNodeSetEvent(Handle executable, Han
                            [&] { return set_parameters(executable, node, WaitNode{event}); });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphNodeSetEnabled(Handle handle, Handle node, unsigned is_enabled) {
+GDRKIT_CUDA_ENTRY Result cuGraphNodeSetEnabled(Handle executable_handle, Handle node, unsigned is_enabled) {
     return run_graph_entry("cuGraphNodeSetEnabled", [&] {
         ExecutableRef executable;
-        const Result result = find_executable_with_disableable_node(handle, node, &executable);
+        const Result result = find_executable_with_disableable_node(executable_handle, node, &executable);
         if (result == success) {
             std::erase(executable->disabled_nodes, node);
             if (is_enabled == 0) {
@@ -303,11 +308,12 @@ GDRKIT_CUDA_ENTRY Result cuGraphNodeSetEnabled(Handle handle, Handle node, unsig
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphNodeGetEnabled(Handle handle, Handle node, unsigned* is_enabled) {
+GDRKIT_CUDA_ENTRY Result cuGraphNodeGetEnabled(Handle executable_handle, Handle node, unsigned* is_enabled) {
     return run_graph_entry("cuGraphNodeGetEnabled", [&] {
         ExecutableRef executable;
-        const Result result =
-            is_enabled == nullptr ? invalid_value : find_executable_with_disableable_node(handle, node, &executable);
+        const Result result = is_enabled == nullptr
+                                  ? invalid_value
+                                  : find_executable_with_disableable_node(executable_handle, node, &executable);
         if (result == success) {
             *is_enabled = std::ranges::count(executable->disabled_nodes, node) == 0 ? 1 : 0;
         }

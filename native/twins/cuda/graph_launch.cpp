@@ -1,5 +1,5 @@
-// The launch of an executable graph. It carries out the nodes one after the other, in a random order that the
-// dependencies allow, so that a missing dependency shows.
+// The launch of an executable graph. A launch runs the nodes one after the other, in a random order that the
+// dependencies allow, so that a program with a missing dependency fails.
 #include "cuda/graph_launch.hpp"
 
 #include <algorithm>
@@ -16,7 +16,8 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The work of one launch. If the preparation fails, its changes to memory are undone.
+// The preparation of one launch. It allocates and frees the memory of the graph at once, and collects the other work in
+// `steps_`. If it fails, it undoes its changes to memory.
 class Launch {
 public:
     Launch(ContextRef context, std::uint64_t flags, const std::vector<Handle>& disabled_nodes)
@@ -30,9 +31,10 @@ public:
         return result;
     }
 
-    // Return the prepared work. The records of events begin now, and end when their nodes have run.
-    std::function<void()> take() {
-        for (const auto& [index, event] : records_) {
+    // Return the prepared work, which runs the steps one after the other. The records of events begin now, and end when
+    // their nodes run.
+    std::function<void()> take_work() {
+        for (const auto& [index, event] : event_records_) {
             steps_[index] = begin_record(event);
         }
         return [steps = std::move(steps_)]() mutable {
@@ -82,7 +84,7 @@ private:
         return result == success ? prepare_fill(context, node.fill, &steps_.emplace_back()) : result;
     }
     Result add_steps(const HostParameters& node) {
-        steps_.push_back(make_host_function_work(node.function, node.user));
+        steps_.push_back(make_host_function_work(node.function, node.user_data));
         return success;
     }
     Result add_steps(const ChildNode& node) { return prepare_graph(*node.graph); }
@@ -92,7 +94,7 @@ private:
         return result == success && body ? prepare_graph(*body) : result;
     }
     Result add_steps(const RecordNode& node) {
-        records_.emplace_back(steps_.size(), node.event);
+        event_records_.emplace_back(steps_.size(), node.event);
         steps_.emplace_back();
         return event_exists(node.event) ? success : invalid_value;
     }
@@ -112,6 +114,7 @@ private:
             if (const Result result = remove_range(base, {MemoryKind::pool}, &range); result != success) {
                 return result;
             }
+            // When the stream reaches this step, the step drops its reference, which frees the memory.
             steps_.emplace_back([range]() mutable { range.reset(); });
             freed_ranges_.push_back(range);
         }
@@ -120,7 +123,7 @@ private:
         if (result != success) {
             return result;
         }
-        // The address belongs to the node, so the end of the range must not free it.
+        // The address belongs to the node, so the destruction of the range must not free the address.
         range->slot = {};
         range->owner = std::static_pointer_cast<Pool>(node.memory);
         add_range(range);
@@ -141,6 +144,7 @@ private:
         return result;
     }
 
+    // Remove the allocated ranges, and add the freed ranges that existed before the launch.
     void undo() {
         for (const RangeRef& range : allocated_ranges_) {
             RangeRef removed_range;
@@ -159,32 +163,32 @@ private:
     std::uint64_t flags_;
     const std::vector<Handle>& disabled_nodes_;
     std::vector<std::function<void()>> steps_;
-    std::vector<std::pair<std::size_t, Handle>> records_; // the step and the event of each record
+    std::vector<std::pair<std::size_t, Handle>> event_records_; // the index of the step, and the event, of each record
     std::vector<RangeRef> allocated_ranges_, freed_ranges_;
 };
 
 } // namespace
 
 // Return the nodes in a random order in which each node follows its dependencies. If the graph has a cycle, the nodes
-// of the cycle and the nodes after it are missing.
+// of the cycle and all nodes that depend on them are missing.
 std::vector<NodeRef> draw_random_order(const Graph& graph) {
-    std::vector<NodeRef> order, ready;
-    std::map<NodeRef, std::size_t> missing_counts;
+    std::vector<NodeRef> order, ready_nodes;
+    std::map<NodeRef, std::size_t> unmet_dependency_counts;
     for (const NodeRef& node : graph.nodes) {
-        missing_counts[node] = node->dependencies.size();
+        unmet_dependency_counts[node] = node->dependencies.size();
         if (node->dependencies.empty()) {
-            ready.push_back(node);
+            ready_nodes.push_back(node);
         }
     }
-    while (!ready.empty()) {
-        const auto chosen_node = ready.begin() + static_cast<std::ptrdiff_t>(random_u64() % ready.size());
+    while (!ready_nodes.empty()) {
+        const auto chosen_node = ready_nodes.begin() + static_cast<std::ptrdiff_t>(random_u64() % ready_nodes.size());
         const NodeRef node = *chosen_node;
-        ready.erase(chosen_node);
+        ready_nodes.erase(chosen_node);
         order.push_back(node);
         for (const NodeRef& other_node : graph.nodes) {
             if (std::ranges::find(other_node->dependencies, node) != other_node->dependencies.end() &&
-                --missing_counts[other_node] == 0) {
-                ready.push_back(other_node);
+                --unmet_dependency_counts[other_node] == 0) {
+                ready_nodes.push_back(other_node);
             }
         }
     }
@@ -196,7 +200,7 @@ Result prepare_launch(const ContextRef& context, const Graph& graph, std::uint64
     Launch launch(context, flags, disabled_nodes);
     const Result result = launch.prepare(graph);
     if (result == success) {
-        *work = launch.take();
+        *work = launch.take_work();
     }
     return result;
 }

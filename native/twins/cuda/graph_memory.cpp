@@ -13,9 +13,9 @@ namespace {
 // CUgraphMem_attribute
 enum GraphMemoryAttribute : int { graph_used = 0, graph_used_high = 1, graph_reserved = 2, graph_reserved_high = 3 };
 
-// The high-water marks of each device since the program reset them: of used memory, and of reserved memory.
+// The high-water marks of each device in bytes, since the program reset them: [0] of used, [1] of reserved memory.
 // graph_mutex() guards them.
-std::map<Device, std::array<std::uint64_t, 2>>& high_marks() {
+std::map<Device, std::array<std::uint64_t, 2>>& high_water_marks() {
     static auto* const instance = new std::map<Device, std::array<std::uint64_t, 2>>;
     return *instance;
 }
@@ -24,7 +24,7 @@ std::map<Device, std::array<std::uint64_t, 2>>& high_marks() {
 
 void record_graph_memory_use(Device device) {
     const std::uint64_t used_bytes = count_graph_memory_bytes(device);
-    for (std::uint64_t& mark : high_marks()[device]) {
+    for (std::uint64_t& mark : high_water_marks()[device]) {
         mark = std::max(mark, used_bytes);
     }
 }
@@ -38,8 +38,8 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetGraphMemAttribute(Device device, int attribu
             return invalid_value;
         }
         const bool is_current = attribute == graph_used || attribute == graph_reserved;
-        *value =
-            is_current ? count_graph_memory_bytes(device) : high_marks()[device][attribute == graph_used_high ? 0 : 1];
+        *value = is_current ? count_graph_memory_bytes(device)
+                            : high_water_marks()[device][attribute == graph_used_high ? 0 : 1];
         return success;
     });
 }
@@ -53,7 +53,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceSetGraphMemAttribute(Device device, int attribu
         if (value == nullptr || *value != 0 || (attribute != graph_used_high && attribute != graph_reserved_high)) {
             return invalid_value;
         }
-        high_marks()[device][attribute == graph_used_high ? 0 : 1] = count_graph_memory_bytes(device);
+        high_water_marks()[device][attribute == graph_used_high ? 0 : 1] = count_graph_memory_bytes(device);
         return success;
     });
 }

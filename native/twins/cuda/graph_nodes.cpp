@@ -1,4 +1,4 @@
-// Nodes of graphs: cuGraphAdd*Node, and their parameters.
+// Nodes of graphs: the functions that add nodes (cuGraphAdd*Node), and that query and change their parameters.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -14,94 +14,95 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 // The arguments that every cuGraphAdd*Node function has: the graph, and the nodes on which the new node depends.
-struct Position {
+struct Insertion {
     Handle graph;
     const Handle* dependencies;
-    std::size_t count;
+    std::size_t dependency_count;
 };
 
-Result add_to_graph(Handle* handle, const Position& position, NodeParameters parameters) {
-    const GraphRef graph = find_graph(position.graph);
+Result add_to_graph(Handle* node_handle, const Insertion& insertion, NodeParameters parameters) {
+    const GraphRef graph = find_graph(insertion.graph);
     std::vector<NodeRef> dependencies;
-    if (handle == nullptr || !graph) {
+    if (node_handle == nullptr || !graph) {
         return invalid_value;
     }
-    Result result = find_nodes(*graph, position.dependencies, position.count, &dependencies);
+    Result result = find_nodes(*graph, insertion.dependencies, insertion.dependency_count, &dependencies);
     if (result == success) {
         result = check_parameters(parameters);
     }
     if (result == success) {
-        *handle = add_node(graph, std::move(parameters), std::move(dependencies))->handle;
+        *node_handle = add_node(graph, std::move(parameters), std::move(dependencies))->handle;
     }
     return result;
 }
 
-// Add a node that frees memory. Fail if another node of the graph frees the address.
-Result add_free_node(Handle* handle, const Position& position, DevicePointer pointer) {
-    const GraphRef graph = find_graph(position.graph);
+// Add a node that frees memory. Fail if another node of the graph already frees the address.
+Result add_free_node(Handle* node_handle, const Insertion& insertion, DevicePointer pointer) {
+    const GraphRef graph = find_graph(insertion.graph);
     const bool is_freed = graph && std::ranges::any_of(graph->nodes, [=](const NodeRef& node) {
                               const auto* const free = std::get_if<FreeNode>(&node->parameters);
                               return free != nullptr && free->pointer == pointer;
                           });
-    return is_freed ? invalid_value : add_to_graph(handle, position, FreeNode{pointer});
+    return is_freed ? invalid_value : add_to_graph(node_handle, insertion, FreeNode{pointer});
 }
 
-Result add_child_node(Handle* handle, const Position& position, Handle child) {
+Result add_child_node(Handle* node_handle, const Insertion& insertion, Handle child) {
     const GraphRef graph = find_graph(child);
-    if (!graph || child == position.graph || has_uncopyable_nodes(*graph)) {
+    if (!graph || child == insertion.graph || has_uncopyable_nodes(*graph)) {
         return invalid_value;
     }
     GraphRef copy = clone_graph(*graph);
     copy->is_child = true;
-    return add_to_graph(handle, position, ChildNode{std::move(copy)});
+    return add_to_graph(node_handle, insertion, ChildNode{std::move(copy)});
 }
 
-Result add_allocation_node(Handle* handle, const Position& position, AllocateParameters* parameters) {
+Result add_allocation_node(Handle* node_handle, const Insertion& insertion, AllocateParameters* parameters) {
     AllocateNode node;
     const Result result = make_allocation(parameters, &node);
-    return result == success ? add_to_graph(handle, position, std::move(node)) : result;
+    return result == success ? add_to_graph(node_handle, insertion, std::move(node)) : result;
 }
 
-Result add_conditional_node(Handle* handle, const Position& position, ConditionalParameters* parameters) {
-    const GraphRef graph = find_graph(position.graph);
+Result add_conditional_node(Handle* node_handle, const Insertion& insertion, ConditionalParameters* parameters) {
+    const GraphRef graph = find_graph(insertion.graph);
     std::vector<NodeRef> dependencies;
     ConditionalNode node;
-    if (handle == nullptr || !graph) {
+    if (node_handle == nullptr || !graph) {
         return invalid_value;
     }
-    Result result = find_nodes(*graph, position.dependencies, position.count, &dependencies);
+    // make_conditional() marks the condition as used, so check the dependencies first.
+    Result result = find_nodes(*graph, insertion.dependencies, insertion.dependency_count, &dependencies);
     if (result == success) {
         result = make_conditional(graph, parameters, &node);
     }
-    return result == success ? add_to_graph(handle, position, std::move(node)) : result;
+    return result == success ? add_to_graph(node_handle, insertion, std::move(node)) : result;
 }
 
 // Add a node of any type (cuGraphAddNode).
-Result add_any_node(Handle* handle, const Position& position, NodeParameterUnion* parameters) {
+Result add_any_node(Handle* node_handle, const Insertion& insertion, NodeParameterUnion* parameters) {
     if (parameters == nullptr) {
         return invalid_value;
     }
     switch (parameters->type) {
     case node_copy:
-        return add_to_graph(handle, position, CopyNode{parameters->copy.copy, parameters->copy.context});
+        return add_to_graph(node_handle, insertion, CopyNode{parameters->copy.copy, parameters->copy.context});
     case node_fill:
-        return add_to_graph(handle, position, FillNode{parameters->fill.fill, parameters->fill.context});
+        return add_to_graph(node_handle, insertion, FillNode{parameters->fill.fill, parameters->fill.context});
     case node_host:
-        return add_to_graph(handle, position, parameters->host);
+        return add_to_graph(node_handle, insertion, parameters->host);
     case node_graph:
-        return add_child_node(handle, position, parameters->graph);
+        return add_child_node(node_handle, insertion, parameters->graph);
     case node_empty:
-        return add_to_graph(handle, position, EmptyNode{});
+        return add_to_graph(node_handle, insertion, EmptyNode{});
     case node_wait_event:
-        return add_to_graph(handle, position, WaitNode{parameters->event});
+        return add_to_graph(node_handle, insertion, WaitNode{parameters->event});
     case node_record_event:
-        return add_to_graph(handle, position, RecordNode{parameters->event});
+        return add_to_graph(node_handle, insertion, RecordNode{parameters->event});
     case node_allocate:
-        return add_allocation_node(handle, position, &parameters->allocate);
+        return add_allocation_node(node_handle, insertion, &parameters->allocate);
     case node_free:
-        return add_free_node(handle, position, parameters->free);
+        return add_free_node(node_handle, insertion, parameters->free);
     case node_conditional:
-        return add_conditional_node(handle, position, &parameters->conditional);
+        return add_conditional_node(node_handle, insertion, &parameters->conditional);
     default:
         return not_supported;
     }
@@ -116,15 +117,15 @@ Result run_with_parameters(std::string_view symbol, Handle handle, Body&& body) 
     });
 }
 
-template <typename Value> Result store_value(Value* result, const Value& value) {
-    if (result == nullptr) {
+template <typename Value> Result store_value(Value* output, const Value& value) {
+    if (output == nullptr) {
         return invalid_value;
     }
-    *result = value;
+    *output = value;
     return success;
 }
 
-// Replace the parameters of a node after a check.
+// Check new parameters of a node. If they are valid, replace the old parameters.
 template <typename Type> Result replace_parameters(Type* parameters, Type replacement) {
     const Result result = check_parameters(replacement);
     if (result == success) {
@@ -140,25 +141,25 @@ Result find_node_context(Handle handle, ContextRef* context) {
 Result check_copy(const CopyNode& node) {
     ContextRef context;
     CopyRequest request;
-    std::function<void()> work;
+    std::function<void()> unused_work;
     if (const Result result = find_node_context(node.context, &context); result != success) {
         return result;
     }
     if (const Result result = make_copy_request(&node.copy, &request); result != success) {
         return result;
     }
-    // The memory of an allocation node exists only while the graph runs.
+    // The memory of an allocation node need not exist before the launch, so only the launch can check the copy.
     if (is_graph_memory(request.to.address) || is_graph_memory(request.from.address)) {
         return success;
     }
-    return prepare_copy(context, request, &work);
+    return prepare_copy(context, request, &unused_work);
 }
 
 Result check_fill(const FillNode& node) {
     ContextRef context;
-    std::function<void()> work;
+    std::function<void()> unused_work;
     const Result result = find_node_context(node.context, &context);
-    return result != success || is_graph_memory(node.fill.to) ? result : prepare_fill(context, node.fill, &work);
+    return result != success || is_graph_memory(node.fill.to) ? result : prepare_fill(context, node.fill, &unused_work);
 }
 
 Result check_event(Handle event) {
@@ -219,82 +220,85 @@ Result make_allocation(AllocateParameters* parameters, AllocateNode* node) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddEmptyNode(Handle* node, Handle graph, const Handle* dependencies,
-                                             std::size_t count) {
+                                             std::size_t dependency_count) {
     return run_graph_entry("cuGraphAddEmptyNode", [&] {
-        return add_to_graph(node, {graph, dependencies, count}, EmptyNode{});
+        return add_to_graph(node, {graph, dependencies, dependency_count}, EmptyNode{});
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphAddMemcpyNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
-                                              const Copy3d* copy, Handle context) {
+GDRKIT_CUDA_ENTRY Result cuGraphAddMemcpyNode(Handle* node, Handle graph, const Handle* dependencies,
+                                              std::size_t dependency_count, const Copy3d* copy, Handle context) {
     return run_graph_entry("cuGraphAddMemcpyNode", [&] {
         return copy == nullptr ? invalid_value
-                               : add_to_graph(node, {graph, dependencies, count}, CopyNode{*copy, context});
+                               : add_to_graph(node, {graph, dependencies, dependency_count}, CopyNode{*copy, context});
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphAddMemsetNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
-                                              const FillParameters* fill, Handle context) {
+GDRKIT_CUDA_ENTRY Result cuGraphAddMemsetNode(Handle* node, Handle graph, const Handle* dependencies,
+                                              std::size_t dependency_count, const FillParameters* fill,
+                                              Handle context) {
     return run_graph_entry("cuGraphAddMemsetNode", [&] {
         return fill == nullptr ? invalid_value
-                               : add_to_graph(node, {graph, dependencies, count}, FillNode{*fill, context});
+                               : add_to_graph(node, {graph, dependencies, dependency_count}, FillNode{*fill, context});
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphAddHostNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
-                                            const HostParameters* host) {
+GDRKIT_CUDA_ENTRY Result cuGraphAddHostNode(Handle* node, Handle graph, const Handle* dependencies,
+                                            std::size_t dependency_count, const HostParameters* host) {
     return run_graph_entry("cuGraphAddHostNode", [&] {
-        return host == nullptr ? invalid_value : add_to_graph(node, {graph, dependencies, count}, *host);
+        return host == nullptr ? invalid_value : add_to_graph(node, {graph, dependencies, dependency_count}, *host);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddChildGraphNode(Handle* node, Handle graph, const Handle* dependencies,
-                                                  std::size_t count, Handle child) {
+                                                  std::size_t dependency_count, Handle child) {
     return run_graph_entry("cuGraphAddChildGraphNode", [&] {
-        return add_child_node(node, {graph, dependencies, count}, child);
+        return add_child_node(node, {graph, dependencies, dependency_count}, child);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddEventRecordNode(Handle* node, Handle graph, const Handle* dependencies,
-                                                   std::size_t count, Handle event) {
+                                                   std::size_t dependency_count, Handle event) {
     return run_graph_entry("cuGraphAddEventRecordNode", [&] {
-        return add_to_graph(node, {graph, dependencies, count}, RecordNode{event});
+        return add_to_graph(node, {graph, dependencies, dependency_count}, RecordNode{event});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddEventWaitNode(Handle* node, Handle graph, const Handle* dependencies,
-                                                 std::size_t count, Handle event) {
+                                                 std::size_t dependency_count, Handle event) {
     return run_graph_entry("cuGraphAddEventWaitNode", [&] {
-        return add_to_graph(node, {graph, dependencies, count}, WaitNode{event});
+        return add_to_graph(node, {graph, dependencies, dependency_count}, WaitNode{event});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemAllocNode(Handle* node, Handle graph, const Handle* dependencies,
-                                                std::size_t count, AllocateParameters* parameters) {
+                                                std::size_t dependency_count, AllocateParameters* parameters) {
     return run_graph_entry("cuGraphAddMemAllocNode", [&] {
-        return add_allocation_node(node, {graph, dependencies, count}, parameters);
+        return add_allocation_node(node, {graph, dependencies, dependency_count}, parameters);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemFreeNode(Handle* node, Handle graph, const Handle* dependencies,
-                                               std::size_t count, DevicePointer pointer) {
+                                               std::size_t dependency_count, DevicePointer pointer) {
     return run_graph_entry("cuGraphAddMemFreeNode", [&] {
-        return add_free_node(node, {graph, dependencies, count}, pointer);
+        return add_free_node(node, {graph, dependencies, dependency_count}, pointer);
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphAddNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
-                                        NodeParameterUnion* parameters) {
+GDRKIT_CUDA_ENTRY Result cuGraphAddNode(Handle* node, Handle graph, const Handle* dependencies,
+                                        std::size_t dependency_count, NodeParameterUnion* parameters) {
     return run_graph_entry("cuGraphAddNode", [&] {
-        return add_any_node(node, {graph, dependencies, count}, parameters);
+        return add_any_node(node, {graph, dependencies, dependency_count}, parameters);
     });
 }
 
-// The twin ignores the edge data, because its node types have only default edges.
-GDRKIT_CUDA_ENTRY Result cuGraphAddNode_v2(Handle* node, Handle graph, const Handle* dependencies, const EdgeData*,
-                                           std::size_t count, NodeParameterUnion* parameters) {
+GDRKIT_CUDA_ENTRY Result cuGraphAddNode_v2(Handle* node, Handle graph, const Handle* dependencies,
+                                           const EdgeData* edge_data, std::size_t dependency_count,
+                                           NodeParameterUnion* parameters) {
     return run_graph_entry("cuGraphAddNode_v2", [&] {
-        return add_any_node(node, {graph, dependencies, count}, parameters);
+        return is_default_edge_data(edge_data, dependency_count)
+                   ? add_any_node(node, {graph, dependencies, dependency_count}, parameters)
+                   : invalid_value;
     });
 }
 
@@ -360,9 +364,9 @@ GDRKIT_CUDA_ENTRY Result cuGraphEventWaitNodeSetEvent(Handle node, Handle event)
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphMemAllocNodeGetParams(Handle node, AllocateParameters* result) {
+GDRKIT_CUDA_ENTRY Result cuGraphMemAllocNodeGetParams(Handle node, AllocateParameters* output) {
     return run_with_parameters<AllocateNode>("cuGraphMemAllocNodeGetParams", node, [&](AllocateNode* parameters) {
-        return store_value(result, parameters->parameters);
+        return store_value(output, parameters->parameters);
     });
 }
 

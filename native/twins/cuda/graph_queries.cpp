@@ -16,9 +16,11 @@ bool depends_on(const Node& node, const NodeRef& other_node) {
     return std::ranges::find(node.dependencies, other_node) != node.dependencies.end();
 }
 
-// Store the handles of nodes, and 0 in the unused elements. If `handles` is null, store only the number of nodes.
-Result store_nodes(const std::vector<NodeRef>& nodes, Handle* handles, std::size_t* count) {
-    if (count == nullptr) {
+// Store the handles of nodes, and 0 in the unused elements. `*count` is the number of elements of `handles`, and
+// becomes the number of stored nodes. If `handles` is null, store only the number of all nodes in `*count`. If
+// `edge_data` is not null, also store the default data of the edge of each node.
+Result store_nodes(const std::vector<NodeRef>& nodes, Handle* handles, EdgeData* edge_data, std::size_t* count) {
+    if (count == nullptr || (edge_data != nullptr && handles == nullptr)) {
         return invalid_value;
     }
     if (handles != nullptr) {
@@ -26,6 +28,9 @@ Result store_nodes(const std::vector<NodeRef>& nodes, Handle* handles, std::size
             handles[index] = index < nodes.size() ? nodes[index]->handle : 0;
         }
         *count = std::min(*count, nodes.size());
+        if (edge_data != nullptr) {
+            std::fill_n(edge_data, *count, EdgeData{});
+        }
     } else {
         *count = nodes.size();
     }
@@ -40,7 +45,8 @@ std::vector<NodeRef> list_dependents(const NodeRef& node) {
     return dependents;
 }
 
-Result store_edges(const Graph& graph, Handle* from, Handle* to, std::size_t* count) {
+// Store the handles of the two nodes of each edge. `*count` has the same meaning as in store_nodes().
+Result store_edges(const Graph& graph, Handle* from, Handle* to, EdgeData* edge_data, std::size_t* count) {
     std::vector<NodeRef> sources, targets;
     for (const NodeRef& node : graph.nodes) {
         for (const NodeRef& dependency : node->dependencies) {
@@ -48,34 +54,28 @@ Result store_edges(const Graph& graph, Handle* from, Handle* to, std::size_t* co
             targets.push_back(node);
         }
     }
-    if (count == nullptr || (from == nullptr) != (to == nullptr)) {
+    if (count == nullptr || (from == nullptr) != (to == nullptr) || (edge_data != nullptr && from == nullptr)) {
         return invalid_value;
     }
+    // Each call of store_nodes() changes its count, so the first call gets a copy.
     std::size_t target_count = *count;
-    store_nodes(targets, to, &target_count);
-    return store_nodes(sources, from, count);
-}
-
-// Store default data for all edges of a query.
-void clear_edge_data(EdgeData* edge_data, const std::size_t* count) {
-    if (edge_data != nullptr && count != nullptr) {
+    store_nodes(targets, to, nullptr, &target_count);
+    // Like the driver of an H200, also store default data in the unused elements.
+    if (edge_data != nullptr) {
         std::fill_n(edge_data, *count, EdgeData{});
     }
+    return store_nodes(sources, from, nullptr, count);
 }
 
-bool is_default_edge_data(const EdgeData* edge_data, std::size_t count) {
-    return edge_data == nullptr || std::all_of(edge_data, edge_data + count, [](const EdgeData& edge) {
-               return edge.from_port == 0 && edge.to_port == 0 && edge.type == 0;
-           });
-}
-
-Result find_edges(Handle handle, const Handle* from, const Handle* to, std::size_t count, GraphRef* graph,
+// Find the graph and the nodes of edges. Fail if the two nodes of an edge are the same, or if a node does not belong to
+// the graph.
+Result find_edges(Handle graph_handle, const Handle* from, const Handle* to, std::size_t edge_count, GraphRef* graph,
                   std::vector<Edge>* edges) {
-    *graph = find_graph(handle);
-    if (!*graph || (count != 0 && (from == nullptr || to == nullptr))) {
+    *graph = find_graph(graph_handle);
+    if (!*graph || (edge_count != 0 && (from == nullptr || to == nullptr))) {
         return invalid_value;
     }
-    for (std::size_t index = 0; index < count; ++index) {
+    for (std::size_t index = 0; index < edge_count; ++index) {
         Edge edge{find_node(from[index]), find_node(to[index])};
         if (!edge.first || !edge.second || edge.first == edge.second || edge.first->graph.lock() != *graph ||
             edge.second->graph.lock() != *graph) {
@@ -86,10 +86,10 @@ Result find_edges(Handle handle, const Handle* from, const Handle* to, std::size
     return success;
 }
 
-Result add_dependencies(Handle handle, const Handle* from, const Handle* to, std::size_t count) {
+Result add_dependencies(Handle graph_handle, const Handle* from, const Handle* to, std::size_t edge_count) {
     GraphRef graph;
     std::vector<Edge> edges;
-    if (const Result result = find_edges(handle, from, to, count, &graph, &edges); result != success) {
+    if (const Result result = find_edges(graph_handle, from, to, edge_count, &graph, &edges); result != success) {
         return result;
     }
     if (std::ranges::any_of(edges, [](const Edge& edge) { return depends_on(*edge.second, edge.first); })) {
@@ -101,10 +101,10 @@ Result add_dependencies(Handle handle, const Handle* from, const Handle* to, std
     return success;
 }
 
-Result remove_dependencies(Handle handle, const Handle* from, const Handle* to, std::size_t count) {
+Result remove_dependencies(Handle graph_handle, const Handle* from, const Handle* to, std::size_t edge_count) {
     GraphRef graph;
     std::vector<Edge> edges;
-    if (const Result result = find_edges(handle, from, to, count, &graph, &edges); result != success) {
+    if (const Result result = find_edges(graph_handle, from, to, edge_count, &graph, &edges); result != success) {
         return result;
     }
     if (has_memory_nodes(*graph) ||
@@ -150,77 +150,77 @@ GDRKIT_CUDA_ENTRY Result cuGraphNodeGetType(Handle handle, int* type) {
 
 GDRKIT_CUDA_ENTRY Result cuGraphGetNodes(Handle handle, Handle* nodes, std::size_t* count) {
     return run_with_graph("cuGraphGetNodes", handle,
-                          [&](const GraphRef& graph) { return store_nodes(graph->nodes, nodes, count); });
+                          [&](const GraphRef& graph) { return store_nodes(graph->nodes, nodes, nullptr, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphGetRootNodes(Handle handle, Handle* nodes, std::size_t* count) {
     return run_with_graph("cuGraphGetRootNodes", handle, [&](const GraphRef& graph) {
-        std::vector<NodeRef> roots;
-        std::ranges::copy_if(graph->nodes, std::back_inserter(roots),
+        std::vector<NodeRef> root_nodes;
+        std::ranges::copy_if(graph->nodes, std::back_inserter(root_nodes),
                              [](const NodeRef& node) { return node->dependencies.empty(); });
-        return store_nodes(roots, nodes, count);
+        return store_nodes(root_nodes, nodes, nullptr, count);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphGetEdges(Handle handle, Handle* from, Handle* to, std::size_t* count) {
     return run_with_graph("cuGraphGetEdges", handle,
-                          [&](const GraphRef& graph) { return store_edges(*graph, from, to, count); });
+                          [&](const GraphRef& graph) { return store_edges(*graph, from, to, nullptr, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphGetEdges_v2(Handle handle, Handle* from, Handle* to, EdgeData* edge_data,
                                             std::size_t* count) {
-    return run_with_graph("cuGraphGetEdges_v2", handle, [&](const GraphRef& graph) {
-        clear_edge_data(edge_data, count);
-        return store_edges(*graph, from, to, count);
-    });
+    return run_with_graph("cuGraphGetEdges_v2", handle,
+                          [&](const GraphRef& graph) { return store_edges(*graph, from, to, edge_data, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependencies(Handle handle, Handle* nodes, std::size_t* count) {
     return run_with_node("cuGraphNodeGetDependencies", handle,
-                         [&](const NodeRef& node) { return store_nodes(node->dependencies, nodes, count); });
+                         [&](const NodeRef& node) { return store_nodes(node->dependencies, nodes, nullptr, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependencies_v2(Handle handle, Handle* nodes, EdgeData* edge_data,
                                                        std::size_t* count) {
-    return run_with_node("cuGraphNodeGetDependencies_v2", handle, [&](const NodeRef& node) {
-        clear_edge_data(edge_data, count);
-        return store_nodes(node->dependencies, nodes, count);
-    });
+    return run_with_node("cuGraphNodeGetDependencies_v2", handle,
+                         [&](const NodeRef& node) { return store_nodes(node->dependencies, nodes, edge_data, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependentNodes(Handle handle, Handle* nodes, std::size_t* count) {
-    return run_with_node("cuGraphNodeGetDependentNodes", handle,
-                         [&](const NodeRef& node) { return store_nodes(list_dependents(node), nodes, count); });
+    return run_with_node("cuGraphNodeGetDependentNodes", handle, [&](const NodeRef& node) {
+        return store_nodes(list_dependents(node), nodes, nullptr, count);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependentNodes_v2(Handle handle, Handle* nodes, EdgeData* edge_data,
                                                          std::size_t* count) {
     return run_with_node("cuGraphNodeGetDependentNodes_v2", handle, [&](const NodeRef& node) {
-        clear_edge_data(edge_data, count);
-        return store_nodes(list_dependents(node), nodes, count);
+        return store_nodes(list_dependents(node), nodes, edge_data, count);
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies(Handle graph, const Handle* from, const Handle* to, std::size_t count) {
-    return run_graph_entry("cuGraphAddDependencies", [&] { return add_dependencies(graph, from, to, count); });
+GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies(Handle graph, const Handle* from, const Handle* to,
+                                                std::size_t edge_count) {
+    return run_graph_entry("cuGraphAddDependencies", [&] { return add_dependencies(graph, from, to, edge_count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies_v2(Handle graph, const Handle* from, const Handle* to,
-                                                   const EdgeData* edge_data, std::size_t count) {
+                                                   const EdgeData* edge_data, std::size_t edge_count) {
     return run_graph_entry("cuGraphAddDependencies_v2", [&] {
-        return is_default_edge_data(edge_data, count) ? add_dependencies(graph, from, to, count) : invalid_value;
+        return is_default_edge_data(edge_data, edge_count) ? add_dependencies(graph, from, to, edge_count)
+                                                           : invalid_value;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphRemoveDependencies(Handle graph, const Handle* from, const Handle* to,
-                                                   std::size_t count) {
-    return run_graph_entry("cuGraphRemoveDependencies", [&] { return remove_dependencies(graph, from, to, count); });
+                                                   std::size_t edge_count) {
+    return run_graph_entry("cuGraphRemoveDependencies",
+                           [&] { return remove_dependencies(graph, from, to, edge_count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphRemoveDependencies_v2(Handle graph, const Handle* from, const Handle* to,
-                                                      const EdgeData* edge_data, std::size_t count) {
+                                                      const EdgeData* edge_data, std::size_t edge_count) {
     return run_graph_entry("cuGraphRemoveDependencies_v2", [&] {
-        return is_default_edge_data(edge_data, count) ? remove_dependencies(graph, from, to, count) : invalid_value;
+        return is_default_edge_data(edge_data, edge_count) ? remove_dependencies(graph, from, to, edge_count)
+                                                           : invalid_value;
     });
 }
 

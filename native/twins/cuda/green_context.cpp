@@ -16,10 +16,12 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Sizes of a group of multiprocessors that can run the blocks of a cluster at the same time, for compute capability
-// 9.0.
-constexpr std::uint32_t group_size = 8, smallest_group_size = 2;
-constexpr std::uint32_t resource_magic = 0x6d73; // "sm"
+// A split of multiprocessors makes parts that consist of whole groups. These are the numbers of multiprocessors in a
+// group, for compute capability 9.0. A group of 8 can run all blocks of a cluster at the same time. With
+// split_ignore_coscheduling, a group may be smaller.
+constexpr std::uint32_t coscheduled_group_size = 8, smallest_group_size = 2;
+// This number marks a resource that the twin has made. Its bytes are "sm".
+constexpr std::uint32_t resource_magic = 0x6d73;
 
 struct GreenContext {
     ContextRef context;
@@ -34,7 +36,7 @@ Registry<GreenContext>& green_contexts() {
 // The descriptors of resources. CUDA has no function that destroys a descriptor.
 struct Descriptors {
     std::mutex mutex;
-    std::map<Handle, DeviceResource> all;
+    std::map<Handle, DeviceResource> resources;
 };
 
 Descriptors& descriptors() {
@@ -42,40 +44,42 @@ Descriptors& descriptors() {
     return *instance;
 }
 
-DeviceResource make_resource(Device device, std::uint32_t count, std::uint32_t unit) {
+DeviceResource make_resource(Device device, std::uint32_t multiprocessors, std::uint32_t group_size) {
     DeviceResource resource{};
     resource.type = resource_multiprocessors;
     resource.magic = resource_magic;
     resource.device = device;
-    resource.count = count;
-    resource.partition_min = resource.alignment = unit;
+    resource.count = multiprocessors;
+    resource.partition_min = resource.alignment = group_size;
     return resource;
 }
 
-Result store_resource(DeviceResource* result, int type, const DeviceResource& resource) {
-    if (result == nullptr) {
+Result store_resource(DeviceResource* output, int type, const DeviceResource& resource) {
+    if (output == nullptr) {
         return invalid_value;
     }
     if (type != resource_multiprocessors) {
         return invalid_resource_type;
     }
-    *result = resource;
+    *output = resource;
     return success;
 }
 
-struct Split {
+// The arguments of cuDevSmResourceSplitByCount. `*part_count` is the wanted number of parts, and becomes the actual
+// number, or the largest possible number if `parts` is null.
+struct SplitArguments {
     DeviceResource* parts;
-    std::uint32_t* count;
+    std::uint32_t* part_count;
     const DeviceResource* input;
     DeviceResource* remaining;
     std::uint32_t flags, multiprocessors_min;
 };
 
-Result split_resource(const Split& split) {
+Result split_resource(const SplitArguments& split) {
     static std::atomic<std::uint32_t> last_split{0};
-    if (split.count == nullptr || split.input == nullptr ||
+    if (split.part_count == nullptr || split.input == nullptr ||
         (split.flags & ~(split_ignore_coscheduling | split_max_cluster_size)) != 0 ||
-        (split.parts != nullptr && *split.count == 0)) {
+        (split.parts != nullptr && *split.part_count == 0)) {
         return invalid_value;
     }
     const DeviceResource input = *split.input;
@@ -85,40 +89,46 @@ Result split_resource(const Split& split) {
     if (split.multiprocessors_min > input.count) {
         return invalid_value;
     }
-    const std::uint32_t unit = (split.flags & split_ignore_coscheduling) != 0 ? smallest_group_size : group_size;
-    const std::uint32_t part_size = std::max(unit, (split.multiprocessors_min + unit - 1) / unit * unit);
-    const std::uint32_t possible_count = input.count / part_size;
-    // A part of a split (`split` is not 0) cannot be split again, but the resource of a green context can.
-    if (possible_count == 0 || input.split != 0) {
+    // The sizes are numbers of multiprocessors.
+    const std::uint32_t group_size =
+        (split.flags & split_ignore_coscheduling) != 0 ? smallest_group_size : coscheduled_group_size;
+    const std::uint32_t part_size =
+        std::max(group_size, (split.multiprocessors_min + group_size - 1) / group_size * group_size);
+    const std::uint32_t possible_part_count = input.count / part_size;
+    // A part of a split cannot be split again. The resource of a green context can be split, because sum_resources()
+    // sets its split number to 0.
+    if (possible_part_count == 0 || input.split_number != 0) {
         return invalid_resource_configuration;
     }
-    const std::uint32_t count =
-        split.parts == nullptr ? possible_count : std::min<std::uint32_t>(*split.count, possible_count);
-    *split.count = count;
+    const std::uint32_t part_count =
+        split.parts == nullptr ? possible_part_count : std::min<std::uint32_t>(*split.part_count, possible_part_count);
+    *split.part_count = part_count;
     const std::uint32_t split_number = ++last_split;
-    for (std::uint32_t part = 0; split.parts != nullptr && part < count; ++part) {
-        split.parts[part] = make_resource(input.device, part_size, unit);
-        split.parts[part].split = split_number;
-        split.parts[part].part = part;
+    for (std::uint32_t part_index = 0; split.parts != nullptr && part_index < part_count; ++part_index) {
+        split.parts[part_index] = make_resource(input.device, part_size, group_size);
+        split.parts[part_index].split_number = split_number;
+        split.parts[part_index].part_index = part_index;
     }
     if (split.remaining != nullptr) {
-        const std::uint32_t remaining_count = input.count - count * part_size;
-        *split.remaining = remaining_count == 0 ? DeviceResource{} : make_resource(input.device, remaining_count, unit);
-        split.remaining->split = split_number;
-        split.remaining->part = count;
+        const std::uint32_t remaining_multiprocessors = input.count - part_count * part_size;
+        *split.remaining = remaining_multiprocessors == 0
+                               ? DeviceResource{}
+                               : make_resource(input.device, remaining_multiprocessors, group_size);
+        split.remaining->split_number = split_number;
+        split.remaining->part_index = part_count;
     }
     return success;
 }
 
-// Add up resources. All must belong to the same device and, if there are several, to the same split.
+// Store the sum of resources in `total`. Several resources must be different parts of the same split.
 Result sum_resources(std::span<const DeviceResource> resources, DeviceResource* total) {
-    std::set<std::uint32_t> parts;
+    std::set<std::uint32_t> part_indices;
     for (const DeviceResource& resource : resources) {
         if (resource.type != resource_multiprocessors || resource.magic != resource_magic) {
             return invalid_resource_type;
         }
-        const bool is_of_same_split = resource.split != 0 && resource.split == resources[0].split;
-        if (!parts.insert(resource.part).second || resource.device != resources[0].device ||
+        const bool is_of_same_split = resource.split_number != 0 && resource.split_number == resources[0].split_number;
+        if (!part_indices.insert(resource.part_index).second || resource.device != resources[0].device ||
             (resources.size() > 1 && !is_of_same_split)) {
             return invalid_resource_configuration;
         }
@@ -133,12 +143,13 @@ Result create_green_context(Handle* handle, Handle descriptor, Device device, un
     if (!device_exists(device)) {
         return invalid_device;
     }
-    Descriptors& state = descriptors();
+    Descriptors& descriptor_table = descriptors();
     DeviceResource resource;
     {
-        std::lock_guard lock(state.mutex);
-        const auto entry = state.all.find(descriptor);
-        if (handle == nullptr || flags != green_context_default_stream_flag || entry == state.all.end()) {
+        std::lock_guard lock(descriptor_table.mutex);
+        const auto entry = descriptor_table.resources.find(descriptor);
+        if (handle == nullptr || flags != green_context_default_stream_flag ||
+            entry == descriptor_table.resources.end()) {
             return invalid_value;
         }
         resource = entry->second;
@@ -177,7 +188,7 @@ std::vector<ContextRef> list_green_contexts(Device device) {
 GDRKIT_CUDA_ENTRY Result cuDeviceGetDevResource(Device device, DeviceResource* resource, int type) {
     return run_entry("cuDeviceGetDevResource", [&] {
         return device_exists(device)
-                   ? store_resource(resource, type, make_resource(device, multiprocessor_count, group_size))
+                   ? store_resource(resource, type, make_resource(device, multiprocessor_count, coscheduled_group_size))
                    : invalid_device;
     });
 }
@@ -190,8 +201,9 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetDevResource(Handle handle, DeviceResource* reso
         }
         const auto green_context = green_contexts().find(context->green_context);
         return store_resource(resource, type,
-                              green_context ? green_context->resource
-                                            : make_resource(context->device, multiprocessor_count, group_size));
+                              green_context
+                                  ? green_context->resource
+                                  : make_resource(context->device, multiprocessor_count, coscheduled_group_size));
     });
 }
 
@@ -201,26 +213,26 @@ GDRKIT_CUDA_ENTRY Result cuGreenCtxGetDevResource(Handle handle, DeviceResource*
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuDevSmResourceSplitByCount(DeviceResource* parts, std::uint32_t* count,
+GDRKIT_CUDA_ENTRY Result cuDevSmResourceSplitByCount(DeviceResource* parts, std::uint32_t* part_count,
                                                      const DeviceResource* input, DeviceResource* remaining,
                                                      unsigned flags, unsigned multiprocessors_min) {
     return run_entry("cuDevSmResourceSplitByCount", [&] {
-        return split_resource({parts, count, input, remaining, flags, multiprocessors_min});
+        return split_resource({parts, part_count, input, remaining, flags, multiprocessors_min});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevResourceGenerateDesc(Handle* descriptor, const DeviceResource* resources,
-                                                   unsigned count) {
+                                                   unsigned resource_count) {
     return run_entry("cuDevResourceGenerateDesc", [&] {
         DeviceResource sum{};
-        if (descriptor == nullptr || resources == nullptr || count == 0) {
+        if (descriptor == nullptr || resources == nullptr || resource_count == 0) {
             return invalid_value;
         }
-        const Result result = sum_resources({resources, count}, &sum);
+        const Result result = sum_resources({resources, resource_count}, &sum);
         if (result == success) {
             *descriptor = make_handle();
             std::lock_guard lock(descriptors().mutex);
-            descriptors().all[*descriptor] = sum;
+            descriptors().resources[*descriptor] = sum;
         }
         return result;
     });
@@ -241,12 +253,12 @@ GDRKIT_CUDA_ENTRY Result cuGreenCtxDestroy(Handle handle) {
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuCtxFromGreenCtx(Handle* context, Handle handle) {
-    return run_with_green_context("cuCtxFromGreenCtx", handle, [&](const GreenContext& green_context) {
-        if (context == nullptr) {
+GDRKIT_CUDA_ENTRY Result cuCtxFromGreenCtx(Handle* context_handle, Handle green_context_handle) {
+    return run_with_green_context("cuCtxFromGreenCtx", green_context_handle, [&](const GreenContext& green_context) {
+        if (context_handle == nullptr) {
             return invalid_value;
         }
-        *context = green_context.context->handle;
+        *context_handle = green_context.context->handle;
         return success;
     });
 }

@@ -1,5 +1,5 @@
-// Host memory that the device can access: pinned, registered and managed memory. Its device address equals its host
-// address.
+// Host memory that the device can access: pinned, registered and managed memory. The device address of this memory
+// equals its host address.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -39,11 +39,11 @@ Result allocate_host(const ContextRef& context, void** pointer, std::size_t leng
 
 // Return whether every page of the range is mapped in this process.
 bool is_mapped(std::uint64_t base, std::uint64_t length_bytes) {
-    const std::uint64_t begin = base / page_bytes * page_bytes;
-    const std::uint64_t page_count = (round_up(base + length_bytes, page_bytes) - begin) / page_bytes;
+    const std::uint64_t first_page = base / page_bytes * page_bytes;
+    const std::uint64_t page_count = (round_up(base + length_bytes, page_bytes) - first_page) / page_bytes;
     std::vector<unsigned char> residency(page_count);
     // mincore fails with ENOMEM for pages that are not mapped.
-    return mincore(reinterpret_cast<void*>(begin), page_count * page_bytes, residency.data()) == 0;
+    return mincore(reinterpret_cast<void*>(first_page), page_count * page_bytes, residency.data()) == 0;
 }
 
 Result register_host(const ContextRef& context, void* pointer, std::size_t length_bytes, unsigned flags) {
@@ -159,7 +159,8 @@ GDRKIT_CUDA_ENTRY Result cuMemHostUnregister(void* pointer) {
         const auto address = reinterpret_cast<std::uint64_t>(pointer);
         const RangeRef range = find_range(address);
         if (!range || range->kind != MemoryKind::host_registered) {
-            // A second unregister returns an error and does not abort, because the memory belongs to the program.
+            // Do not call remove_range(), which ends the process at a double free. A second unregister is only an
+            // error, because the memory belongs to the program.
             return host_memory_not_registered;
         }
         if (range->base != address) {

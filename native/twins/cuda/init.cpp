@@ -35,10 +35,12 @@ constexpr FaultPoint fault_points[] = {
 #undef refused
 #undef not_supported
 
+// The rules of the fault plan for functions with this prefix are meant for this library. Functions with the longer
+// prefix "cuFile" belong to the cuFile twin.
 constexpr std::string_view fault_prefixes[] = {"cu"};
 
-// At the first call, read the environment and the fault plan, and record that the process uses the twin. Return the
-// text of the error; empty if both are valid.
+// When this function is called for the first time, read the environment and the fault plan, and record that the process
+// uses the twin. Return the text of the error; empty if both are valid.
 const std::string& configuration_error() {
     static const auto* const error = [] {
         const std::string& config_error = config().error;
@@ -49,7 +51,8 @@ const std::string& configuration_error() {
     return *error;
 }
 
-// The process that called cuInit. A forked child inherits the memory of the driver, but none of its threads.
+// The process that called cuInit. A forked child inherits the memory of the driver, but none of its threads, so it
+// cannot use the driver.
 std::atomic<pid_t> initialised_pid{0};
 
 } // namespace
@@ -82,9 +85,9 @@ GDRKIT_CUDA_ENTRY Result cuInit(unsigned flags) {
         if (visible_devices().init_result != success) {
             return visible_devices().init_result;
         }
-        pid_t expected = 0;
-        const bool is_first_call = initialised_pid.compare_exchange_strong(expected, getpid());
-        return is_first_call || expected == getpid() ? success : not_initialized;
+        pid_t previous_pid = 0;
+        const bool is_first_call = initialised_pid.compare_exchange_strong(previous_pid, getpid());
+        return is_first_call || previous_pid == getpid() ? success : not_initialized;
     });
 }
 
@@ -103,8 +106,8 @@ GDRKIT_CUDA_ENTRY Result cuFlushGPUDirectRDMAWrites(int target, int scope) {
         if (target != flush_current_context || (scope != flush_to_owner && scope != flush_to_all_devices)) {
             return invalid_value;
         }
-        // The verbs twin writes the data to memory before it reports the completion. So only a GPU's view can lack the
-        // data.
+        // The verbs twin writes the data of a peer to memory before it reports the completion. So only a GPU's view can
+        // lack the data.
         flush_remote_writes();
         return success;
     });

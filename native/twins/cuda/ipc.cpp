@@ -18,24 +18,27 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
+// To open an IPC handle, a process sends the buffer id to the control service of the process that owns the memory. The
+// owner replies with this message and a descriptor of the memory.
 struct ReplyMessage {
     std::uint64_t length_bytes;
-    std::uint64_t memory_offset;
-    std::uint64_t memory_bytes;
-    std::int32_t physical_number;
-    std::uint32_t is_found; // 0: the allocation does not exist or was freed, and the other fields are 0
+    std::uint64_t memory_offset;  // offset of the allocation in the memory file, in bytes
+    std::uint64_t memory_bytes;   // size of the memory file
+    std::int32_t physical_number; // number of the device (visible_devices.hpp)
+    std::uint32_t is_found;       // 0: the allocation does not exist or was freed, and the other fields are 0
 };
 static_assert(sizeof(ReplyMessage) == 32);
 
 struct Mapping {
     RangeRef range;
-    std::uint64_t open_count = 0;
+    std::uint64_t open_count = 0; // number of cuIpcOpenMemHandle calls without their cuIpcCloseMemHandle
 };
 
 struct Ipc {
     std::mutex mutex;
-    std::map<std::uint64_t, std::weak_ptr<Range>> exported_ranges;                // key: buffer id
-    std::map<std::pair<std::uint64_t, std::uint64_t>, Mapping> imported_mappings; // key: owner and buffer id
+    std::map<std::uint64_t, std::weak_ptr<Range>> exported_ranges; // key: buffer id
+    std::map<std::pair<std::uint64_t, std::uint64_t>, Mapping>
+        imported_mappings; // key: HandleMessage::owner, buffer id
     bool is_handler_registered = false;
 };
 
@@ -53,7 +56,7 @@ RangeRef find_exported(std::uint64_t buffer_id) {
         const auto entry = ipc_table.exported_ranges.find(buffer_id);
         range = entry == ipc_table.exported_ranges.end() ? nullptr : entry->second.lock();
     }
-    // Queued work of a stream may keep a freed range alive, so check that the range still has its address.
+    // Queued work of a stream may keep a freed range alive, so check that the range is still in the address space.
     return range && find_range_by_base(range->base) == range ? range : nullptr;
 }
 
@@ -91,14 +94,14 @@ Result request_memory(const HandleMessage& message, MemoryRef* memory, Device* d
     if (reply_message->is_found == 0 || fds.size() != 1) {
         return invalid_value;
     }
-    struct stat status {};
-    const bool is_valid = is_device_memory(fds[0].get()) && fstat(fds[0].get(), &status) == 0 &&
+    struct stat memory_status {};
+    const bool is_valid = is_device_memory(fds[0].get()) && fstat(fds[0].get(), &memory_status) == 0 &&
                           reply_message->length_bytes == message.length_bytes &&
-                          static_cast<std::uint64_t>(status.st_size) == reply_message->memory_bytes &&
+                          static_cast<std::uint64_t>(memory_status.st_size) == reply_message->memory_bytes &&
                           reply_message->memory_offset < page_bytes &&
                           reply_message->memory_bytes > reply_message->memory_offset &&
                           reply_message->length_bytes <= reply_message->memory_bytes - reply_message->memory_offset;
-    if (!is_valid || reply_message->physical_number != message.physical) {
+    if (!is_valid || reply_message->physical_number != message.physical_number) {
         return invalid_value;
     }
     const auto ordinal = find_ordinal(reply_message->physical_number);
@@ -150,7 +153,7 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
     return success;
 }
 
-// Drop one reference of the mapping. Return whether it was the last reference.
+// Drop one reference to the mapping. Return true if it was the last reference, or if the mapping is not in the table.
 bool drop_reference(const RangeRef& range) {
     Ipc& ipc_table = ipc();
     std::lock_guard lock(ipc_table.mutex);
@@ -179,7 +182,7 @@ Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeR
         *new_range = map_shared_host_memory(std::move(memory), reply_message.length_bytes);
         return success;
     }
-    // The slot begins at a page, so that the range has the same offset in its page as in the owner.
+    // The slot begins at a page, so that the allocation has the same page offset as in the owning process.
     const Slot slot = allocate_slot(round_up(reply_message.memory_bytes, min_aligned_bytes));
     if (slot.base == 0) {
         return out_of_memory;
@@ -201,7 +204,7 @@ HandleMessage export_memory(const RangeRef& range) {
     HandleMessage message{};
     message.object_id = range->buffer_id;
     message.length_bytes = range->length_bytes;
-    message.physical = get_physical_number(range->device);
+    message.physical_number = get_physical_number(range->device);
     message.pool = range->pool;
     Ipc& ipc_table = ipc();
     std::lock_guard lock(ipc_table.mutex);

@@ -7,8 +7,8 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Handle the request of a process that opens a handle: reply with one byte and a descriptor of the event's state. The
-// reply has no descriptor if the event was destroyed.
+// Handle the request of a process that opens an IPC handle of an event: reply with one byte and a descriptor of the
+// event's state. The reply has no descriptor if the event was destroyed.
 void serve_event(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds) {
     Handle event = 0;
     if (request.size() != sizeof event) {
@@ -58,9 +58,9 @@ GDRKIT_CUDA_ENTRY Result cuIpcGetEventHandle(IpcHandle* handle, Handle event) {
         if (!find_exportable_event(event)) {
             return invalid_handle;
         }
-        // std::call_once() is not used, because libstdc++ keeps its state in thread-local variables. This library has
-        // the initial-exec model, which needs such variables in static TLS, but libstdc++ may have been loaded by
-        // dlopen() before.
+        // std::call_once() would make this library refer to thread-local variables of libstdc++. This library is built
+        // with the initial-exec TLS model, so these variables would have to be in static TLS. They are not in static
+        // TLS if dlopen() loaded libstdc++.
         [[maybe_unused]] static const bool is_registered = [] {
             register_handler(request_cuda_ipc_event, serve_event);
             return true;

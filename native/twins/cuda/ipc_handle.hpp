@@ -1,4 +1,4 @@
-// The content of the 64-byte handles by which processes share memory and events.
+// The content of the 64-byte handles by which processes share memory, events and memory pools.
 #pragma once
 
 #include <fcntl.h>
@@ -15,15 +15,15 @@ namespace gdrkit::twin::cuda {
 
 // A handle comes from an untrusted process, so every field is checked.
 struct HandleMessage {
-    char magic[8];              // the type of the shared object
-    std::uint64_t owner;        // id of the control service of the owning process
-    std::uint64_t object_id;    // id of the object in the owning process; for a pool: the type of its location
-    std::uint64_t length_bytes; // length of the memory; for a pool: the number of its location
-    std::int32_t physical;      // for memory: the physical number of the device (visible_devices.hpp)
-    std::uint32_t reserved;     // zero
-    Handle pool;                // for a pool and its memory: the handle of the pool in the owning process
-    std::uint64_t reserved_too; // zero
-    std::uint64_t checksum;     // checksum of all bytes before this field
+    char magic[8];                // the type of the shared object
+    std::uint64_t owner;          // id of the control service of the owning process
+    std::uint64_t object_id;      // id of the object in the owning process; for a pool: the type of its location
+    std::uint64_t length_bytes;   // length of the memory; for a pool: the id of its location
+    std::int32_t physical_number; // for memory: the number of the device (visible_devices.hpp)
+    std::uint32_t reserved;       // zero
+    Handle pool;                  // for a pool and its memory: the handle of the pool in the owning process
+    std::uint64_t reserved_too;   // zero
+    std::uint64_t checksum;       // checksum of all bytes before this field
 };
 static_assert(sizeof(HandleMessage) == sizeof(IpcHandle) && offsetof(HandleMessage, checksum) == 56);
 
@@ -31,7 +31,7 @@ inline constexpr std::string_view memory_magic = "gdrkitIP", event_magic = "gdrk
                                   pool_memory_magic = "gdrkitPP";
 
 inline std::uint64_t compute_checksum(const HandleMessage& message) {
-    std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
+    std::uint64_t hash = 0xcbf29ce484222325; // the constants are defined by the hash function FNV-1a
     const auto* bytes = reinterpret_cast<const unsigned char*>(&message);
     for (std::size_t index = 0; index < offsetof(HandleMessage, checksum); ++index) {
         hash = (hash ^ bytes[index]) * 0x100000001b3;

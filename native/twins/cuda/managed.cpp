@@ -30,6 +30,7 @@ struct Pages {
     std::uint64_t begin = 0, end = 0;
 };
 
+// Store the pages that contain the bytes. Fail with invalid_value unless all bytes are in one managed allocation.
 Result find_pages(DevicePointer pointer, std::uint64_t length_bytes, Pages* pages) {
     const RangeRef range = find_range(pointer);
     if (!range || range->kind != MemoryKind::managed || length_bytes == 0 ||
@@ -59,7 +60,7 @@ bool numa_node_exists(int id) {
     return id >= 0 && access(("/sys/devices/system/node/node" + std::to_string(id)).c_str(), F_OK) == 0;
 }
 
-// Check a location, and clear the parts of it that its type does not use.
+// Check a location. Replace location_host (with any id) and location_host_numa_current by {location_host, 0}.
 Result check_location(Location* location) {
     switch (location->type) {
     case location_device:
@@ -101,16 +102,18 @@ Result prefetch(const ContextRef& context, DevicePointer pointer, std::uint64_t 
             part->prefetched_location = location;
         }
     }
+    // The bytes stay where they are, so the work that the prefetch queues in the stream does nothing.
     enqueue(stream, {}, Timing::delayed);
     return success;
 }
 
-void apply_advice(int advice, const Location& location, Advice* pages_advice) {
+// Change the advice about some pages. `advice_type` is a CUmem_advise value.
+void apply_advice(int advice_type, const Location& location, Advice* pages_advice) {
     const Device processor = location.type == location_device ? location.id : cpu_device;
-    switch (advice) {
+    switch (advice_type) {
     case advise_set_read_mostly:
     case advise_unset_read_mostly:
-        pages_advice->is_read_mostly = advice == advise_set_read_mostly;
+        pages_advice->is_read_mostly = advice_type == advise_set_read_mostly;
         break;
     case advise_set_preferred_location:
         pages_advice->preferred_location = location;
@@ -126,17 +129,17 @@ void apply_advice(int advice, const Location& location, Advice* pages_advice) {
     }
 }
 
-Result set_advice(DevicePointer pointer, std::uint64_t length_bytes, int advice, Location location) {
-    if (advice < advise_set_read_mostly || advice > advise_unset_accessed_by) {
+Result set_advice(DevicePointer pointer, std::uint64_t length_bytes, int advice_type, Location location) {
+    if (advice_type < advise_set_read_mostly || advice_type > advise_unset_accessed_by) {
         return invalid_value;
     }
-    const bool is_access_advice = advice == advise_set_accessed_by || advice == advise_unset_accessed_by;
+    const bool is_access_advice = advice_type == advise_set_accessed_by || advice_type == advise_unset_accessed_by;
     if (is_access_advice && location.type != location_device && location.type != location_host) {
         return invalid_value;
     }
-    if (is_access_advice || advice == advise_set_preferred_location) {
+    if (is_access_advice || advice_type == advise_set_preferred_location) {
         if (check_location(&location) != success) {
-            return invalid_value; // also for a device that does not exist
+            return invalid_value; // also for a device that does not exist, for which a prefetch returns invalid_device
         }
     }
     Pages pages;
@@ -146,7 +149,7 @@ Result set_advice(DevicePointer pointer, std::uint64_t length_bytes, int advice,
     std::lock_guard lock(advice_mutex());
     std::vector<Advice*> parts;
     for (Advice* const part : split_advice_locked(pages, &parts)) {
-        apply_advice(advice, location, part);
+        apply_advice(advice_type, location, part);
     }
     return success;
 }
@@ -171,6 +174,7 @@ Device get_device(const Location& location) {
     }
 }
 
+// Return `count` entries: first the devices in accessed_by of all parts, then invalid_device_ordinal.
 std::vector<std::int32_t> find_common_accessors(std::span<Advice* const> parts, std::size_t count) {
     std::vector<std::int32_t> devices;
     for (const Device device : parts.front()->accessed_by) {
@@ -184,7 +188,7 @@ std::vector<std::int32_t> find_common_accessors(std::span<Advice* const> parts, 
 }
 
 Result query_attribute(std::span<Advice* const> parts, int attribute, void* data, std::size_t data_bytes) {
-    std::vector<std::int32_t> values;
+    std::vector<std::int32_t> values; // one number, except for range_accessed_by
     const Location preferred_location = find_common_location(parts, &Advice::preferred_location),
                    prefetched_location = find_common_location(parts, &Advice::prefetched_location);
     switch (attribute) {
@@ -283,7 +287,8 @@ GDRKIT_CUDA_ENTRY Result cuMemRangeGetAttributes(void** data, std::size_t* data_
     });
 }
 
-// The twin's managed memory can be accessed at all times, so the work in the stream does nothing.
+// The host and all devices can access the twin's managed memory at all times, so the work that this function queues in
+// the stream does nothing.
 GDRKIT_CUDA_ENTRY Result cuStreamAttachMemAsync(Handle stream_handle, DevicePointer pointer, std::size_t length_bytes,
                                                 unsigned flags) {
     return run_entry_in_context("cuStreamAttachMemAsync", [&](const ContextRef& context) {
@@ -292,10 +297,10 @@ GDRKIT_CUDA_ENTRY Result cuStreamAttachMemAsync(Handle stream_handle, DevicePoin
             return result;
         }
         const RangeRef range = find_range_by_base(pointer);
-        // Memory cannot be attached to the default stream alone.
-        const bool is_valid_flag = flags == attach_global || flags == attach_host ||
-                                   (flags == attach_single && stream != get_legacy_stream(context));
-        if (!range || range->kind != MemoryKind::managed || !is_valid_flag ||
+        // attach_single attaches memory to one stream. That stream cannot be the legacy default stream.
+        const bool has_valid_flags = flags == attach_global || flags == attach_host ||
+                                     (flags == attach_single && stream != get_legacy_stream(context));
+        if (!range || range->kind != MemoryKind::managed || !has_valid_flags ||
             (length_bytes != 0 && length_bytes != range->length_bytes)) {
             return invalid_value;
         }

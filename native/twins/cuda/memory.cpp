@@ -34,8 +34,8 @@ Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, st
     return success;
 }
 
-// Wait for work that may still use the memory. Pool memory needs no wait, because it is freed in stream order.
-void synchronise_users(const Range& range, const ContextRef& current) {
+// Wait for queued work that may still use the memory. Pool memory needs no wait, because it is freed in stream order.
+void wait_for_users(const Range& range, const ContextRef& current_context) {
     if (range.kind == MemoryKind::pool) {
         return;
     }
@@ -43,7 +43,7 @@ void synchronise_users(const Range& range, const ContextRef& current) {
     if (find_context(range.context, &owner) == success) {
         synchronise(owner);
     }
-    synchronise(current);
+    synchronise(current_context);
 }
 
 } // namespace
@@ -86,21 +86,21 @@ GDRKIT_CUDA_ENTRY Result cuMemAlloc_v2(DevicePointer* pointer, std::size_t lengt
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemAllocPitch_v2(DevicePointer* pointer, std::size_t* pitch, std::size_t width,
+GDRKIT_CUDA_ENTRY Result cuMemAllocPitch_v2(DevicePointer* pointer, std::size_t* pitch_bytes, std::size_t width_bytes,
                                             std::size_t height, unsigned element_bytes) {
     return run_entry_in_context("cuMemAllocPitch_v2", [&](const ContextRef& context) {
         const bool is_valid_element = element_bytes == 4 || element_bytes == 8 || element_bytes == 16;
-        if (pitch == nullptr || !is_valid_element || width == 0 || height == 0) {
+        if (pitch_bytes == nullptr || !is_valid_element || width_bytes == 0 || height == 0) {
             return invalid_value;
         }
         std::uint64_t length_bytes = 0;
-        const std::size_t row_bytes = round_up(width, pitch_alignment_bytes);
-        if (row_bytes < width || __builtin_mul_overflow(row_bytes, height, &length_bytes)) {
+        const std::size_t row_bytes = round_up(width_bytes, pitch_alignment_bytes);
+        if (row_bytes < width_bytes || __builtin_mul_overflow(row_bytes, height, &length_bytes)) {
             return out_of_memory;
         }
         const Result result = allocate_in_context(context, pointer, length_bytes);
         if (result == success) {
-            *pitch = row_bytes;
+            *pitch_bytes = row_bytes;
         }
         return result;
     });
@@ -136,7 +136,7 @@ GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
             return success;
         }
         if (const RangeRef range = find_range_by_base(pointer)) {
-            synchronise_users(*range, context);
+            wait_for_users(*range, context);
         }
         RangeRef range;
         const Result result =
@@ -154,13 +154,13 @@ GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
+GDRKIT_CUDA_ENTRY Result cuMemGetInfo_v2(std::size_t* free_bytes, std::size_t* total_bytes) {
     return run_entry_in_context("cuMemGetInfo_v2", [&](const ContextRef& context) {
-        if (free == nullptr || total == nullptr) {
+        if (free_bytes == nullptr || total_bytes == nullptr) {
             return invalid_value;
         }
-        *free = count_free_bytes(context->device);
-        *total = device_memory_bytes;
+        *free_bytes = count_free_bytes(context->device);
+        *total_bytes = device_memory_bytes;
         return success;
     });
 }

@@ -19,14 +19,16 @@
 
 namespace gdrkit::twin::cuda {
 
-// Physical device memory: a memfd, and the mapping through which the twin copies. Ranges, queued work of streams and
-// handles hold references to this memory. When the last reference is dropped, a dma-buf or another process may still
-// have a descriptor of the memfd. The bytes then count as used until that descriptor is closed.
+// Physical memory of a device, or memory of the host that processes can share: a memfd, and the mapping through which
+// the twin copies. Ranges, queued work of streams and handles hold references to this memory. When the last reference
+// is dropped, a dma-buf or another process may still have a descriptor of the memfd. The bytes of device memory then
+// count as used until that descriptor is closed.
 class Memory {
 public:
     // Allocate memory of a device. Fail with out_of_memory if the device or the machine has too little free memory.
     static Result make(Device device, std::uint64_t length_bytes, std::shared_ptr<Memory>* memory);
-    // Map memory that another process owns. It is not counted as used in this process.
+    // Map a memfd of another process, or a memfd with memory of the host. Its bytes do not count as used memory of a
+    // device in this process.
     static Result adopt(Fd fd, std::uint64_t length_bytes, Device device, std::shared_ptr<Memory>* memory);
 
     Memory(const Memory&) = delete;
@@ -37,7 +39,8 @@ public:
     [[nodiscard]] std::byte* data() const { return data_; }
     [[nodiscard]] std::uint64_t length_bytes() const { return length_bytes_; }
     [[nodiscard]] Device device() const { return device_; }
-    // Return the byte that the GPU sees in place of this byte of data(), or nullptr if the GPU sees data() itself.
+    // Return the address in the GPU's view (gpu_view.hpp) of this byte of data(), or nullptr if the GPU has no view and
+    // reads data() itself.
     [[nodiscard]] std::byte* find_view(const std::byte* byte) const { return view_ ? view_->at(byte) : nullptr; }
 
 private:
@@ -47,8 +50,8 @@ private:
     std::byte* data_;
     std::uint64_t length_bytes_; // a multiple of the page size
     Device device_;
-    bool is_owner_;               // the bytes count as used in this process
-    std::optional<GpuView> view_; // of memory that this process owns
+    bool is_owner_;               // true after make(): the bytes count as used memory of the device
+    std::optional<GpuView> view_; // empty after adopt()
 };
 using MemoryRef = std::shared_ptr<Memory>;
 
@@ -58,7 +61,16 @@ std::uint64_t count_free_bytes(Device device);
 // Reclaim, on every device, freed memory that is no longer referenced.
 void reclaim_unreferenced_memory();
 
-enum class MemoryKind { device, pool, vmm, ipc, managed, host_alloc, host_registered };
+// The comments name the functions that allocate, map or register memory of each kind.
+enum class MemoryKind {
+    device,          // cuMemAlloc, cuArrayCreate and related functions
+    pool,            // cuMemAllocAsync, cuMemPoolImportPointer, and allocation nodes of graphs
+    vmm,             // cuMemMap
+    ipc,             // cuIpcOpenMemHandle
+    managed,         // cuMemAllocManaged
+    host_alloc,      // cuMemHostAlloc
+    host_registered, // cuMemHostRegister
+};
 
 // An allocated address range and the memory that it maps. Fields that are not atomic are set before the range becomes
 // visible to other threads. The exceptions are `access`, which the mutex of ranges.cpp guards, and `advice`.
@@ -68,22 +80,24 @@ struct Range {
     std::uint64_t length_bytes = 0; // the requested size: bounds are checked to the byte
     std::uint64_t buffer_id = 0;
     Device device = 0;
-    Handle context = 0; // 0: no context (pools, VMM)
-    std::atomic<bool> sync_memops{false};
+    Handle context = 0;                   // 0: no context (pools, VMM)
+    std::atomic<bool> sync_memops{false}; // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 
     MemoryRef memory;                // null for managed and host memory
-    std::uint64_t memory_offset = 0; // offset of the range in `memory`
-    Slot slot;                       // address in the arena; empty for memory without such an address
+    std::uint64_t memory_offset = 0; // offset of the range in `memory`, in bytes
+    Slot slot;                       // addresses of the range in the arena; empty (base 0) for other memory
     std::shared_ptr<void> owner;     // keeps the host pages, the VMM allocation or the pool alive
 
     std::byte* host = nullptr;    // CPU address of managed and host memory, equal to base; else null
     std::uint32_t host_flags = 0; // CU_MEMHOSTALLOC_* or CU_MEMHOSTREGISTER_*
 
-    Handle pool = 0;
+    Handle pool = 0;                // the pool of the memory, or 0
     std::uint32_t handle_types = 0; // CUmemAllocationHandleType bits that the program requested
     bool gpu_direct_rdma_capable = false;
+    // For VMM memory: the reserved address range (cuMemAddressReserve) that contains this mapping.
     std::uint64_t reservation_base = 0, reservation_bytes = 0;
-    std::map<Device, int> access; // CUmemAccess_flags; only used for VMM memory
+    // For VMM memory: the CUmemAccess_flags of each device for which the program has called cuMemSetAccess.
+    std::map<Device, int> access;
     // For managed memory: the advice about the pages from each key address up to the next key. The mutex of managed.cpp
     // guards this map.
     std::map<std::uint64_t, Advice> advice;
@@ -120,13 +134,13 @@ Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, Rang
 Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const Slot& slot, RangeRef* range);
 // Allocate host memory (kinds managed and host_alloc); null on failure. The caller adds the range to the address space.
 RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes);
-// Allocate memory of the host (kind pool) that processes can share. `device` is the device of the range, because every
-// range has a device.
+// Allocate memory of the host (kind pool) that processes can share. `device` is only stored in the range, because every
+// range names a device.
 Result make_shared_host_range(Device device, std::uint64_t length_bytes, RangeRef* range);
 // Return a range for memory that make_shared_host_range has allocated in this or another process.
 RangeRef map_shared_host_memory(MemoryRef memory, std::uint64_t length_bytes);
 // Remove a range (an allocation or a mapping) from the address space and the ledger. Fail with invalid_value if no
-// range of one of these kinds begins at `address`. A double free ends the process.
+// range of one of these kinds begins at `address`. If the program has freed it before, the ledger ends the process.
 Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* range);
 // Return the name under which the ledger counts ranges of this memory kind.
 std::string_view get_ledger_kind(MemoryKind kind);

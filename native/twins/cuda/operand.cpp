@@ -18,6 +18,8 @@ bool has_access(const Range& range, const Context& context, Access access) {
     return (get_access(range, context.device) & needed_flags) == needed_flags;
 }
 
+// Add bytes of a range to an operand. If the GPU has a view of the memory, reads use the view. Writes go to the memory,
+// and copy_spans() then updates the view.
 void add_span(const Range& range, std::uint64_t address, std::uint64_t length_bytes, Access access, Operand* operand) {
     const std::span<std::byte> bytes(range.bytes(address), length_bytes);
     std::byte* const view = range.memory ? range.memory->find_view(bytes.data()) : nullptr;
@@ -27,25 +29,25 @@ void add_span(const Range& range, std::uint64_t address, std::uint64_t length_by
     operand->spans.push_back(view != nullptr && access == Access::read ? std::span(view, length_bytes) : bytes);
 }
 
-// Resolve an address range to spans. The range must lie in one allocation or in adjacent VMM mappings, because a
-// program may map VMM memory side by side.
+// Resolve an address range to spans. The address range must lie in one allocation, or in adjacent VMM mappings.
 Result resolve_ranges(std::uint64_t address, std::uint64_t length_bytes, const Context& context, Access access,
                       Operand* operand) {
     const std::uint64_t end = address + length_bytes;
-    for (std::uint64_t position = address; position < end;) {
-        const RangeRef range = find_range(position);
-        if (!range || !has_access(*range, context, access) || (position != address && range->kind != MemoryKind::vmm)) {
+    for (std::uint64_t next_address = address; next_address < end;) {
+        const RangeRef range = find_range(next_address);
+        if (!range || !has_access(*range, context, access) ||
+            (next_address != address && range->kind != MemoryKind::vmm)) {
             return invalid_value;
         }
         const std::uint64_t chunk_end = std::min(end, range->base + range->length_bytes);
         if (chunk_end < end && range->kind != MemoryKind::vmm) {
             return invalid_value;
         }
-        add_span(*range, position, chunk_end - position, access, operand);
+        add_span(*range, next_address, chunk_end - next_address, access, operand);
         operand->owners.push_back(range);
         operand->is_host |= range->is_host();
         operand->has_sync_memops |= range->sync_memops.load();
-        position = chunk_end;
+        next_address = chunk_end;
     }
     return success;
 }
@@ -59,7 +61,8 @@ Result resolve_row(std::uint64_t address, std::uint64_t length_bytes, const Cont
     if (find_range(address)) {
         return resolve_ranges(address, length_bytes, context, access, operand);
     }
-    // Unregistered host memory must not overlap registered memory, and a device address must be allocated.
+    // No allocation or registration contains the address, so it must be unregistered host memory: not an address for
+    // device memory, and without an allocation or registration in the bytes behind it.
     if (allowed == AllowedMemory::device_only || is_device_address(address) ||
         !list_ranges(address, length_bytes).empty()) {
         return invalid_value;
@@ -81,7 +84,8 @@ bool compute_extent(const Layout& layout, std::uint64_t* length_bytes) {
 } // namespace
 
 Result check_layout(const Layout& layout, const Context& context, AllowedMemory allowed, Access access) {
-    // All rows must be in one allocation, so check the range that contains them.
+    // All rows must be in one allocation or in adjacent VMM mappings, so check the bytes from the first to the last row
+    // as one long row.
     std::uint64_t length_bytes = 0;
     Operand whole_extent;
     return compute_extent(layout, &length_bytes)
@@ -103,16 +107,17 @@ Result resolve_layout(const Layout& layout, const Context& context, AllowedMemor
 
 void copy_spans(const Operand& to, const Operand& from) {
     const auto lock = lock_views();
+    // The spans of the two operands may have different lengths, so copy the part that is in one span of each.
     std::size_t source_index = 0, source_offset = 0;
     for (const std::span<std::byte> target : to.spans) {
         record_bytes(target.size());
-        for (std::size_t offset = 0; offset < target.size();) {
-            const std::span<std::byte> span = from.spans[source_index];
-            const std::size_t length_bytes = std::min(target.size() - offset, span.size() - source_offset);
-            std::memmove(target.data() + offset, span.data() + source_offset, length_bytes);
-            offset += length_bytes;
-            source_offset += length_bytes;
-            if (source_offset == span.size()) {
+        for (std::size_t target_offset = 0; target_offset < target.size();) {
+            const std::span<std::byte> source = from.spans[source_index];
+            const std::size_t chunk_bytes = std::min(target.size() - target_offset, source.size() - source_offset);
+            std::memmove(target.data() + target_offset, source.data() + source_offset, chunk_bytes);
+            target_offset += chunk_bytes;
+            source_offset += chunk_bytes;
+            if (source_offset == source.size()) {
                 ++source_index;
                 source_offset = 0;
             }
@@ -121,7 +126,6 @@ void copy_spans(const Operand& to, const Operand& from) {
     std::ranges::for_each(to.viewed_bytes, update_view);
 }
 
-// Copy a pageable source to a staging buffer now, because the real driver reads it before the call returns.
 void stage_pageable(Operand* operand) {
     std::size_t length_bytes = 0;
     for (const auto& span : operand->spans) {

@@ -21,20 +21,21 @@ enum class Access { read, write };
 struct Layout {
     std::uint64_t address = 0; // of the first byte
     std::uint64_t width_bytes = 0;
-    std::uint64_t height = 1, depth = 1; // the numbers of rows in a slice, and of slices
-    std::uint64_t pitch_bytes = 0;       // the distance between two rows
-    std::uint64_t slice_bytes = 0;       // the distance between two slices
+    std::uint64_t height = 1;      // the number of rows in a slice
+    std::uint64_t depth = 1;       // the number of slices
+    std::uint64_t pitch_bytes = 0; // from the first byte of a row to the first byte of the next row
+    std::uint64_t slice_bytes = 0; // from the first byte of a slice to the first byte of the next slice
 };
 
 // A layout that was checked: where this process can access its bytes, in order, and the objects that keep this memory
 // alive.
 struct Operand {
     std::vector<std::span<std::byte>> spans;
-    std::vector<ViewedBytes> viewed_bytes; // of a destination: the bytes of which the GPU has a view
+    std::vector<ViewedBytes> viewed_bytes; // for a destination: the bytes of which the GPU has a view
     std::vector<std::shared_ptr<void>> owners;
-    bool is_pageable = false;     // unregistered host memory, which the driver copies through a staging buffer
-    bool is_host = false;         // host memory, registered or not
-    bool has_sync_memops = false; // a range has the attribute CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+    bool is_pageable = false; // the memory is unregistered host memory, which a driver copies through a staging buffer
+    bool is_host = false;     // a part is host memory, registered or not
+    bool has_sync_memops = false; // a part is in a range with CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 };
 
 // Find the memory of a layout. Fail with invalid_value if the memory is not allocated, not accessible or not allowed.
@@ -47,7 +48,8 @@ Result check_layout(const Layout& layout, const Context& context, AllowedMemory 
 // Copy the bytes of an operand to another one of the same size.
 void copy_spans(const Operand& to, const Operand& from);
 
-// Copy a pageable source to a staging buffer now, because the real driver reads it before the call returns.
+// Copy a pageable source to a staging buffer, which the operand then refers to. The real driver, too, reads a pageable
+// source before the call returns.
 void stage_pageable(Operand* operand);
 
 } // namespace gdrkit::twin::cuda

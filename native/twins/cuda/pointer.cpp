@@ -1,5 +1,5 @@
-// cuPointerGetAttribute and related functions. Their results for host memory, freed memory and addresses that are only
-// reserved are the results of an H200.
+// cuPointerGetAttribute and related functions. For host memory, freed memory and addresses that are only reserved, they
+// return the same values as on an H200.
 #include <cstring>
 
 #include "cuda/entry.hpp"
@@ -10,8 +10,8 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-template <typename Value> Result write_value(void* result, Value value) {
-    std::memcpy(result, &value, sizeof value);
+template <typename Value> Result write_value(void* output, Value value) {
+    std::memcpy(output, &value, sizeof value);
     return success;
 }
 
@@ -30,51 +30,51 @@ std::uint64_t count_mapping_bytes(const Range& range) {
     return range.memory ? range.memory->length_bytes() : round_up(range.length_bytes, page_bytes);
 }
 
-Result query_range(const Range& range, std::uint64_t pointer, int attribute, void* result) {
+Result query_range(const Range& range, std::uint64_t pointer, int attribute, void* output) {
     const bool is_vmm = range.kind == MemoryKind::vmm;
     switch (attribute) {
     case pointer_context:
-        return write_value<Handle>(result, range.context);
+        return write_value<Handle>(output, range.context);
     case pointer_memory_type: {
         const bool is_host = range.is_host() && range.kind != MemoryKind::managed;
-        return write_value<std::uint32_t>(result, is_host ? memory_host : memory_device);
+        return write_value<std::uint32_t>(output, is_host ? memory_host : memory_device);
     }
     case pointer_device_pointer:
-        return write_value<std::uint64_t>(result, get_access_of_current_context(range) == access_none ? 0 : pointer);
+        return write_value<std::uint64_t>(output, get_access_of_current_context(range) == access_none ? 0 : pointer);
     case pointer_host_pointer:
-        write_value<std::uint64_t>(result, range.is_host() ? pointer : 0);
+        write_value<std::uint64_t>(output, range.is_host() ? pointer : 0);
         return range.is_host() ? success : invalid_value;
     case pointer_sync_memops:
-        return write_value<std::uint32_t>(result, range.sync_memops ? 1 : 0);
+        return write_value<std::uint32_t>(output, range.sync_memops ? 1 : 0);
     case pointer_buffer_id:
     case pointer_memory_block_id:
-        return write_value<std::uint64_t>(result, range.buffer_id);
+        return write_value<std::uint64_t>(output, range.buffer_id);
     case pointer_is_managed:
-        return write_value<std::uint32_t>(result, range.kind == MemoryKind::managed ? 1 : 0);
+        return write_value<std::uint32_t>(output, range.kind == MemoryKind::managed ? 1 : 0);
     case pointer_device_ordinal:
-        return write_value<std::int32_t>(result, range.device);
+        return write_value<std::int32_t>(output, range.device);
     case pointer_is_legacy_ipc_capable:
-        return write_value<std::uint32_t>(result, range.kind == MemoryKind::device ? 1 : 0);
+        return write_value<std::uint32_t>(output, range.kind == MemoryKind::device ? 1 : 0);
     case pointer_range_start:
-        return write_value<std::uint64_t>(result, is_vmm ? range.reservation_base : range.base);
+        return write_value<std::uint64_t>(output, is_vmm ? range.reservation_base : range.base);
     case pointer_range_size:
-        return write_value<std::uint64_t>(result, is_vmm ? range.reservation_bytes : range.length_bytes);
+        return write_value<std::uint64_t>(output, is_vmm ? range.reservation_bytes : range.length_bytes);
     case pointer_mapped:
-        return write_value<std::uint32_t>(result, 1);
+        return write_value<std::uint32_t>(output, 1);
     case pointer_allowed_handle_types:
-        return write_value<std::uint64_t>(result, range.handle_types);
+        return write_value<std::uint64_t>(output, range.handle_types);
     case pointer_is_gpu_direct_rdma_capable:
-        return write_value<std::uint32_t>(result, range.gpu_direct_rdma_capable ? 1 : 0);
+        return write_value<std::uint32_t>(output, range.gpu_direct_rdma_capable ? 1 : 0);
     case pointer_access_flags:
-        return write_value<std::uint32_t>(result, static_cast<std::uint32_t>(get_access_of_current_context(range)));
+        return write_value<std::uint32_t>(output, static_cast<std::uint32_t>(get_access_of_current_context(range)));
     case pointer_mempool_handle:
-        return write_value<Handle>(result, range.pool);
+        return write_value<Handle>(output, range.pool);
     case pointer_mapping_size:
-        return write_value<std::uint64_t>(result, count_mapping_bytes(range));
+        return write_value<std::uint64_t>(output, count_mapping_bytes(range));
     case pointer_mapping_base:
-        return write_value<std::uint64_t>(result, find_mapping_base(range));
+        return write_value<std::uint64_t>(output, find_mapping_base(range));
     case pointer_is_hw_decompress_capable:
-        return write_value<std::uint32_t>(result, 0);
+        return write_value<std::uint32_t>(output, 0);
     case pointer_p2p_tokens:
         return not_supported;
     default:
@@ -82,10 +82,10 @@ Result query_range(const Range& range, std::uint64_t pointer, int attribute, voi
     }
 }
 
-// Answer cuPointerGetAttributes for a pointer outside all ranges.
-Result query_unknown_pointer(std::uint64_t pointer, int attribute, void* result) {
-    std::uint64_t base = 0, length_bytes = 0;
-    const bool is_reserved = find_reservation(pointer, &base, &length_bytes);
+// Store the value that cuPointerGetAttributes returns for a pointer outside all ranges.
+Result query_unknown_pointer(std::uint64_t pointer, int attribute, void* output) {
+    std::uint64_t reservation_base = 0, reservation_bytes = 0;
+    const bool is_reserved = find_reservation(pointer, &reservation_base, &reservation_bytes);
     switch (attribute) {
     case pointer_context:
     case pointer_device_pointer:
@@ -95,7 +95,7 @@ Result query_unknown_pointer(std::uint64_t pointer, int attribute, void* result)
     case pointer_mapping_size:
     case pointer_mapping_base:
     case pointer_memory_block_id:
-        return write_value<std::uint64_t>(result, 0);
+        return write_value<std::uint64_t>(output, 0);
     case pointer_memory_type:
     case pointer_sync_memops:
     case pointer_is_managed:
@@ -104,15 +104,16 @@ Result query_unknown_pointer(std::uint64_t pointer, int attribute, void* result)
     case pointer_is_gpu_direct_rdma_capable:
     case pointer_access_flags:
     case pointer_is_hw_decompress_capable:
-        return write_value<std::uint32_t>(result, 0);
+        return write_value<std::uint32_t>(output, 0);
     case pointer_host_pointer:
-        return write_value<std::uint64_t>(result, is_device_address(pointer) && !is_reserved ? 0 : pointer);
+        return write_value<std::uint64_t>(output, is_device_address(pointer) && !is_reserved ? 0 : pointer);
     case pointer_device_ordinal:
-        return write_value<std::int32_t>(result, invalid_device_ordinal);
+        return write_value<std::int32_t>(output, invalid_device_ordinal);
+    // Outside reservations, an H200 returns success and leaves the caller's variable unchanged.
     case pointer_range_start:
-        return is_reserved ? write_value<std::uint64_t>(result, base) : success;
+        return is_reserved ? write_value<std::uint64_t>(output, reservation_base) : success;
     case pointer_range_size:
-        return is_reserved ? write_value<std::uint64_t>(result, length_bytes) : success;
+        return is_reserved ? write_value<std::uint64_t>(output, reservation_bytes) : success;
     case pointer_p2p_tokens:
         return not_supported;
     default:
@@ -140,13 +141,13 @@ GDRKIT_CUDA_ENTRY Result cuPointerGetAttributes(unsigned count, const int* attri
         }
         const RangeRef range = find_range(pointer);
         for (unsigned index = 0; index < count; ++index) {
-            void* const result = values[index];
+            void* const output = values[index];
             const int attribute = attributes[index];
-            if (result == nullptr) {
+            if (output == nullptr) {
                 return invalid_value;
             }
-            const Result status = range ? query_range(*range, pointer, attribute, result)
-                                        : query_unknown_pointer(pointer, attribute, result);
+            const Result status = range ? query_range(*range, pointer, attribute, output)
+                                        : query_unknown_pointer(pointer, attribute, output);
             // For memory without a host address this function stores 0, whereas cuPointerGetAttribute fails.
             if (status != success && attribute != pointer_host_pointer) {
                 return status;

@@ -25,14 +25,15 @@ Registry<Pool>& created_pools() {
     return *instance;
 }
 
-// The type and the number of a location: a device, the host (number 0), or a NUMA node of the host.
+// The type and the id of a location: a device, the host (id 0), or a NUMA node of the host.
 using LocationKey = std::pair<std::int32_t, std::int32_t>;
 
 LocationKey make_location_key(const Location& location) {
     return {location.type, location.type == location_host ? 0 : location.id};
 }
 
-// The default pool of each location, and the pool that the program has chosen for it.
+// The default pool of each location, and the pool that the program has chosen for it (cuMemSetMemPool,
+// cuDeviceSetMemPool).
 struct LocationPools {
     std::mutex mutex;
     std::map<LocationKey, PoolRef> default_pools;
@@ -63,6 +64,7 @@ Result get_default_pool(const Location& location, PoolRef* pool) {
     return get_default_pool_locked(&all_pools, location, pool);
 }
 
+// Find the pool from which cuMemAllocAsync allocates: the pool that the program has chosen, or the default pool.
 Result get_current_pool(const Location& location, PoolRef* pool) {
     LocationPools& all_pools = location_pools();
     std::lock_guard lock(all_pools.mutex);
@@ -97,8 +99,8 @@ bool is_default_pool(Handle handle) {
                                [=](const auto& entry) { return entry.second->handle == handle; });
 }
 
-// Allocate memory from a pool. Only the owner of an imported pool can allocate. Memory of the host counts as memory of
-// the stream's device.
+// Allocate memory from a pool. Fail for an imported pool: only the process that owns the pool can allocate from it.
+// `device` is the stream's device. It becomes the device of the new range if the pool has memory of the host.
 Result allocate_from_pool(const PoolRef& pool, Device device, DevicePointer* pointer, std::uint64_t length_bytes) {
     if (pointer == nullptr || !pool || pool->is_imported()) {
         return invalid_value;
@@ -125,6 +127,7 @@ Result allocate_from_pool(const PoolRef& pool, Device device, DevicePointer* poi
     return success;
 }
 
+// Store the handle of the location's pool. An error of get_pool has priority over the error for a null `handle`.
 Result store_pool_handle(Handle* handle, const Location& location, Result (*get_pool)(const Location&, PoolRef*)) {
     PoolRef pool;
     const Result result = get_pool(location, &pool);
@@ -189,9 +192,9 @@ Result get_attribute(Pool* pool, int attribute, void* value) {
 }
 
 // Allocate memory in a stream, from the pool that `get_pool` returns for the stream.
-template <typename PoolOf>
+template <typename GetPool>
 Result allocate_in_stream(const ContextRef& context, DevicePointer* pointer, std::uint64_t length_bytes,
-                          Handle stream_handle, PoolOf&& get_pool) {
+                          Handle stream_handle, GetPool&& get_pool) {
     StreamRef stream;
     const Result result = find_stream(stream_handle, context, &stream, CapturePolicy::allow);
     if (result != success) {
@@ -334,7 +337,8 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* p
             (properties->handle_types & ~handle_types_mask) != 0) {
             return invalid_value;
         }
-        // An H200 has no pools of managed memory. The twin's machine has no fabric.
+        // An H200 has no pools of managed memory. The machine of the twins has no fabric, so processes can share the
+        // memory only by file descriptors.
         if (properties->allocation_type == allocation_managed || (properties->handle_types & ~handle_posix_fd) != 0 ||
             properties->usage != 0) {
             return not_supported;
@@ -385,6 +389,7 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolGetAttribute(Handle handle, int attribute, voi
     });
 }
 
+// The twin's pools keep no freed memory that they could release.
 GDRKIT_CUDA_ENTRY Result cuMemPoolTrimTo(Handle handle, std::size_t) {
     return run_entry("cuMemPoolTrimTo", [&] { return find_pool(handle) ? success : invalid_value; });
 }

@@ -19,18 +19,20 @@ struct Pool {
     Device device = 0;                     // cpu_device for memory of the host
     std::uint64_t size_max_bytes = 0;      // 0: limited by the device only
     std::uint32_t handle_types = 0;        // CUmemAllocationHandleType bits with which the pool can be exported
-    // For an imported pool: the id of the owner's control service, and the handle of the pool in the owner. For other
-    // pools: 0.
-    std::uint64_t owner = 0;
+    // For an imported pool: the id of the control service of the process that owns the pool, and the handle of the pool
+    // in that process. For other pools: 0.
+    std::uint64_t owner_service_id = 0;
     Handle handle_in_owner = 0;
-    std::mutex mutex;
+    std::mutex mutex;                     // guards the following members
     std::array<int, 4> reuse{0, 1, 1, 1}; // reuse attributes; index: attribute number, 1 to 3
     std::uint64_t release_threshold_bytes = 0;
-    std::uint64_t used_bytes = 0, used_high_bytes = 0;
-    std::map<Device, int> access;
+    std::uint64_t used_bytes = 0;
+    std::uint64_t used_high_bytes = 0; // the largest used_bytes since the program last reset this mark
+    std::map<Device, int> access;      // CUmemAccess_flags that the program has set
 
     [[nodiscard]] bool is_host() const { return location.type != location_device; }
-    [[nodiscard]] bool is_imported() const { return owner != 0; }
+    [[nodiscard]] bool is_imported() const { return owner_service_id != 0; }
+    // Return the CUmemAccess_flags of a device: the flags that the program has set, or the default.
     int get_access(Device accessing_device);
     // Count the bytes as used. Return false if the pool would exceed its maximum size.
     bool add_used_bytes(std::uint64_t length_bytes);
@@ -41,7 +43,8 @@ using PoolRef = std::shared_ptr<Pool>;
 // Make a pool for memory of a location. Fail if the location does not exist.
 Result make_pool(const Location& location, PoolRef* pool);
 
-// Find the default pool of a location, or a pool that was created or imported; null if none has this handle.
+// Return the pool with this handle: the default pool of a location, or a pool that the program has created or imported.
+// Return null if no pool has this handle.
 PoolRef find_pool(Handle handle);
 
 // Give the pool a handle, under which find_pool finds it.
@@ -50,7 +53,7 @@ void add_pool(const PoolRef& pool);
 // Count an allocation of a pool as freed.
 void record_pool_free(Handle pool, std::uint64_t length_bytes);
 
-// Return the CUmemAccess_flags with which a device may access a range of a pool. They are the pool's flags, also after
+// Return the CUmemAccess_flags with which a device may access a range of a pool. They are the pool's flags, even after
 // the pool was destroyed.
 int get_pool_access(const Range& range, Device device);
 

@@ -18,12 +18,13 @@ namespace {
 constexpr int pool_seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
 
 // Export a pool as a shareable handle: a sealed memfd with the message that identifies the pool.
-Result export_pool(const Pool& pool, int* shareable) {
+Result export_pool(const Pool& pool, int* pool_fd) {
     HandleMessage message{};
     message.pool = pool.handle;
+    // In the message of a pool, the next two fields hold the type and the id of the location.
     message.object_id = static_cast<std::uint64_t>(pool.location.type);
     message.length_bytes = static_cast<std::uint64_t>(pool.location.id);
-    message.physical = pool.is_host() ? 0 : get_physical_number(pool.device);
+    message.physical_number = pool.is_host() ? 0 : get_physical_number(pool.device);
     IpcHandle handle{};
     write_handle(pool_magic, message, &handle);
     Fd fd(memfd_create("gdrkit-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -31,25 +32,25 @@ Result export_pool(const Pool& pool, int* shareable) {
         fcntl(fd.get(), F_ADD_SEALS, pool_seals) != 0) {
         return operating_system_error;
     }
-    *shareable = fd.release();
+    *pool_fd = fd.release();
     return success;
 }
 
-Result import_pool(int shareable, Handle* imported) {
+Result import_pool(int pool_fd, Handle* pool_handle) {
     IpcHandle handle{};
     HandleMessage message{};
     struct stat status {};
-    if (fstat(shareable, &status) != 0) {
+    if (fstat(pool_fd, &status) != 0) {
         return errno == EBADF ? unknown_error : invalid_value;
     }
-    if (fcntl(shareable, F_GET_SEALS) != pool_seals || status.st_size != sizeof handle ||
-        pread(shareable, &handle, sizeof handle, 0) != static_cast<ssize_t>(sizeof handle) ||
+    if (fcntl(pool_fd, F_GET_SEALS) != pool_seals || status.st_size != sizeof handle ||
+        pread(pool_fd, &handle, sizeof handle, 0) != static_cast<ssize_t>(sizeof handle) ||
         !read_handle(pool_magic, handle, &message)) {
         return invalid_value;
     }
     Location location{static_cast<std::int32_t>(message.object_id), static_cast<std::int32_t>(message.length_bytes)};
     if (location.type == location_device) {
-        const auto device = find_ordinal(message.physical);
+        const auto device = find_ordinal(message.physical_number);
         if (!device) {
             return invalid_device;
         }
@@ -59,16 +60,16 @@ Result import_pool(int shareable, Handle* imported) {
     if (const Result result = make_pool(location, &pool); result != success) {
         return result;
     }
-    pool->owner = message.owner;
+    pool->owner_service_id = message.owner;
     pool->handle_in_owner = message.pool;
     add_pool(pool);
-    *imported = pool->handle;
+    *pool_handle = pool->handle;
     return success;
 }
 
 Result import_pool_memory(const PoolRef& pool, const IpcHandle& pointer_handle, DevicePointer* pointer) {
     HandleMessage message{};
-    if (!read_handle(pool_memory_magic, pointer_handle, &message) || message.owner != pool->owner ||
+    if (!read_handle(pool_memory_magic, pointer_handle, &message) || message.owner != pool->owner_service_id ||
         message.pool != pool->handle_in_owner || message.length_bytes == 0) {
         return invalid_value;
     }

@@ -6,8 +6,8 @@
 
 namespace gdrkit::twin::cuda {
 
-// Declare every exported function without arguments, because this file needs only the addresses. For this reason it
-// must not include the real declarations.
+// Declare every exported function without arguments, because this file needs only the addresses. With these
+// declarations this file cannot define an exported function, so proc_address_entries.cpp defines cuGetProcAddress.
 #define X(name, since, symbol, kind) extern "C" int symbol();
 #include "cuda/functions.def"
 #undef X
@@ -20,7 +20,8 @@ namespace {
 
 struct Function {
     std::string_view name;
-    int since; // First CUDA version with this signature; 0: cuGetProcAddress never returns it.
+    // First CUDA version with this signature, for example 12080 for CUDA 12.8; 0 if cuGetProcAddress never returns it.
+    int since;
     int (*entry)();
 };
 

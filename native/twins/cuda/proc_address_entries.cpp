@@ -1,15 +1,17 @@
-// cuGetProcAddress and cuGetProcAddress_v2. They look functions up in the table of proc_address.cpp, which cannot
-// include the declarations used here.
+// cuGetProcAddress and cuGetProcAddress_v2. They look functions up in the table of proc_address.cpp. That file cannot
+// define them, because it declares every exported function with other parameters.
 #include "cuda/entry.hpp"
 
 namespace gdrkit::twin::cuda {
 
+// proc_address.cpp defines and describes this function.
 bool find_entry(std::string_view name, int version, void** entry);
 
 namespace {
 
 Result get_proc_address(const char* name, void** entry, int version, std::uint64_t flags, int* status) {
-    // The flags select between the legacy and the per-thread form of a function. The twin has one form for both.
+    // The flags select the legacy or the per-thread form of a function. The twin returns the same function for both, so
+    // it only checks the flags.
     const bool has_valid_flags = (flags & ~std::uint64_t{proc_legacy_stream | proc_per_thread_stream}) == 0;
     if (name == nullptr || entry == nullptr || !has_valid_flags || version > driver_version) {
         return invalid_value;

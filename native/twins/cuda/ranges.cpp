@@ -12,8 +12,10 @@ namespace {
 
 struct AddressSpace {
     std::mutex mutex;
-    std::map<std::uint64_t, RangeRef> ranges;     // key: base; ranges never overlap
-    std::set<std::uint64_t> removed_with_context; // bases of ranges that were destroyed with their context
+    std::map<std::uint64_t, RangeRef> ranges; // key: base; ranges never overlap
+    // Bases of ranges that were destroyed with their context. A later free of such a base is an error, not a double
+    // free.
+    std::set<std::uint64_t> removed_with_context;
 };
 
 AddressSpace& address_space() {

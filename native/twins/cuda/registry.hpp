@@ -73,7 +73,7 @@ private:
     const std::string_view kind_;
     std::mutex mutex_;
     std::map<Handle, std::shared_ptr<Object>> objects_;
-    // Handles of objects that take_if has removed. The release of such a handle is an error, but no double release.
+    // Handles of objects that take_if has removed. The release of such a handle is an error, but not a double release.
     std::set<Handle> removed_with_context_;
 };
 

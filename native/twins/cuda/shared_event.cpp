@@ -19,14 +19,14 @@ namespace {
 
 constexpr std::uint64_t state_bytes = 4096;
 // A waiting thread checks at this interval whether the recording process has ended.
-constexpr timespec check_interval{0, 50'000'000};
+constexpr timespec check_interval{0, 50'000'000}; // 50 ms
 
 // Describe a lock of the byte that belongs to a record. The byte may be behind the end of the file.
-struct flock make_lock_request(std::uint32_t number, short type) {
+struct flock make_lock_request(std::uint32_t record_number, short lock_type) {
     struct flock lock {};
-    lock.l_type = type;
+    lock.l_type = lock_type;
     lock.l_whence = SEEK_SET;
-    lock.l_start = number;
+    lock.l_start = record_number;
     lock.l_len = 1;
     return lock;
 }
@@ -59,48 +59,48 @@ SharedEvent::~SharedEvent() {
 
 std::uint32_t SharedEvent::begin_record() {
     std::lock_guard lock(mutex_);
-    std::uint32_t last_number = state_->last_number.load();
+    std::uint32_t last_record_number = state_->last_record_number.load();
     while (true) {
         // Lock the byte before another process can see the number.
-        const std::uint32_t number = last_number + 1;
-        unfinished_records_.insert(number);
-        set_lock(number, F_RDLCK);
-        if (state_->last_number.compare_exchange_strong(last_number, number)) {
-            return number;
+        const std::uint32_t record_number = last_record_number + 1;
+        unfinished_records_.insert(record_number);
+        set_lock(record_number, F_RDLCK);
+        if (state_->last_record_number.compare_exchange_strong(last_record_number, record_number)) {
+            return record_number;
         }
-        unfinished_records_.erase(number); // another process has this number
-        set_lock(number, F_UNLCK);
+        unfinished_records_.erase(record_number); // another process has taken this record number
+        set_lock(record_number, F_UNLCK);
     }
 }
 
-void SharedEvent::end_record(std::uint32_t number) {
+void SharedEvent::end_record(std::uint32_t record_number) {
     {
         std::lock_guard lock(mutex_);
-        unfinished_records_.erase(number);
-        set_lock(number, F_UNLCK);
+        unfinished_records_.erase(record_number);
+        set_lock(record_number, F_UNLCK);
     }
     state_->ended_count.fetch_add(1);
     syscall(SYS_futex, &state_->ended_count, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void SharedEvent::set_lock(std::uint32_t number, short type) {
-    struct flock lock = make_lock_request(number, type);
+void SharedEvent::set_lock(std::uint32_t record_number, short lock_type) {
+    struct flock lock = make_lock_request(record_number, lock_type);
     fcntl(fd_.get(), F_OFD_SETLK, &lock);
 }
 
-bool SharedEvent::is_done(std::uint32_t number) {
+bool SharedEvent::is_done(std::uint32_t record_number) {
     {
         std::lock_guard lock(mutex_);
-        if (unfinished_records_.contains(number)) {
+        if (unfinished_records_.contains(record_number)) {
             return false;
         }
     }
-    struct flock conflicting_lock = make_lock_request(number, F_WRLCK);
+    struct flock conflicting_lock = make_lock_request(record_number, F_WRLCK);
     return fcntl(fd_.get(), F_OFD_GETLK, &conflicting_lock) != 0 || conflicting_lock.l_type == F_UNLCK;
 }
 
-void SharedEvent::wait_until_done(std::uint32_t number) {
-    for (std::uint32_t ended_count = state_->ended_count.load(); !is_done(number);
+void SharedEvent::wait_until_done(std::uint32_t record_number) {
+    for (std::uint32_t ended_count = state_->ended_count.load(); !is_done(record_number);
          ended_count = state_->ended_count.load()) {
         syscall(SYS_futex, &state_->ended_count, FUTEX_WAIT, ended_count, &check_interval, nullptr, 0);
     }

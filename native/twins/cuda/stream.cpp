@@ -17,7 +17,7 @@ namespace {
 // All streams share one mutex and one condition variable, which is simple and fast enough for a twin.
 struct StreamEngine {
     std::mutex mutex;
-    std::condition_variable changed;
+    std::condition_variable changed; // notified when work is queued or done, and when a stream is closed
     std::uint64_t last_stream_id = 0;
 };
 
@@ -64,8 +64,8 @@ void run_stream_thread(StreamRef stream) {
         if (work.run) {
             work.run();
         }
-        // Before the work counts as done, release the objects that it references, such as memory that was freed
-        // meanwhile.
+        // Before the work counts as done, release the objects that it references, such as memory that the
+        // program has freed.
         work.run = nullptr;
         lock.lock();
         work.marker->is_done = true;
@@ -130,6 +130,7 @@ StreamRef get_thread_stream(const ContextRef& context) {
 
 namespace {
 
+// Add the marker of the context's last copy between contexts, unless that copy is done.
 void add_barrier_locked(const ContextRef& context, std::vector<MarkerRef>* markers) {
     if (context->barrier && context->barrier->is_done) {
         context->barrier.reset();
@@ -140,7 +141,7 @@ void add_barrier_locked(const ContextRef& context, std::vector<MarkerRef>* marke
 }
 
 // Add the work for which a stream waits without a request of the program: the legacy stream and the blocking streams of
-// a context wait for each other, and all wait for a copy between contexts.
+// a context wait for each other, and all streams wait for a copy between contexts.
 void add_implicit_dependencies_locked(const StreamRef& stream, std::vector<MarkerRef>* dependencies) {
     const ContextRef context = stream->context.lock();
     if (!context) {

@@ -18,18 +18,18 @@ Registry<Stream>& streams() {
     return *instance;
 }
 
-// Run a host function of a stream. It must not call the driver; check_ready refuses such calls.
+// Run a host function of a stream. A host function must not call the driver; check_ready() refuses such calls.
 template <typename HostFunction> void run_host_function(HostFunction&& function) {
     is_running_host_function = true;
     function();
     is_running_host_function = false;
 }
 
-template <typename Value> Result write_result(Value* result, Value value) {
-    if (result == nullptr) {
+template <typename Value> Result write_output(Value* output, Value value) {
+    if (output == nullptr) {
         return invalid_value;
     }
-    *result = value;
+    *output = value;
     return success;
 }
 
@@ -63,19 +63,19 @@ Result query_stream(std::string_view symbol, Handle handle, Value* value, Proper
     return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
         const Result result = find_any_stream(handle, context, &stream);
-        return result == success ? write_result<Value>(value, property(*stream)) : result;
+        return result == success ? write_output<Value>(value, property(*stream)) : result;
     });
 }
 
 // Run `body` with the context of a stream.
 template <typename Body> Result query_stream_context(std::string_view symbol, Handle handle, Body&& body) {
-    return run_entry_in_context(symbol, [&](const ContextRef& current) {
+    return run_entry_in_context(symbol, [&](const ContextRef& current_context) {
         StreamRef stream;
-        if (const Result result = find_any_stream(handle, current, &stream); result != success) {
+        if (const Result result = find_any_stream(handle, current_context, &stream); result != success) {
             return result;
         }
-        const ContextRef owner = stream->context.lock();
-        return owner && owner->is_alive ? body(*owner) : context_is_destroyed;
+        const ContextRef stream_context = stream->context.lock();
+        return stream_context && stream_context->is_alive ? body(*stream_context) : context_is_destroyed;
     });
 }
 
@@ -96,8 +96,8 @@ bool is_in_host_function() {
     return is_running_host_function;
 }
 
-std::function<void()> make_host_function_work(void (*function)(void*), void* user) {
-    return [=] { run_host_function([&] { function(user); }); };
+std::function<void()> make_host_function_work(void (*function)(void*), void* user_data) {
+    return [=] { run_host_function([&] { function(user_data); }); };
 }
 
 Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream, CapturePolicy capture_policy) {
@@ -112,8 +112,8 @@ Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream, 
 
 void destroy_context_streams(Handle context) {
     const auto removed_streams = streams().take_if([=](const Stream& stream) {
-        const ContextRef owner = stream.context.lock();
-        return !owner || owner->handle == context;
+        const ContextRef stream_context = stream.context.lock();
+        return !stream_context || stream_context->handle == context;
     });
     std::ranges::for_each(removed_streams, abandon_capture);
 }
@@ -176,10 +176,10 @@ GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned
             return capture_node(stream, WaitNode{event});
         }
         if (!record.exists()) {
-            return success; // also in a captured stream, as on an H200
+            return success; // also if the stream is captured, as on an H200
         }
-        if (record.captured || is_captured_stream) {
-            return capture_event_wait(context, stream, record.captured);
+        if (record.captured_state || is_captured_stream) {
+            return capture_event_wait(context, stream, record.captured_state);
         }
         if (stream == get_legacy_stream(context)) {
             if (const Result result = check_legacy_stream(context); result != success) {
@@ -191,7 +191,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Handle, Result, void*), void* user,
+GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Handle, Result, void*), void* user_data,
                                              unsigned flags) {
     // Wrong arguments do not invalidate a capture, so they are checked before the stream.
     const bool has_wrong_arguments = callback == nullptr || flags != 0;
@@ -200,21 +200,21 @@ GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Han
         if (has_wrong_arguments) {
             return invalid_value;
         }
-        auto work = [=] { run_host_function([&] { callback(handle, success, user); }); };
+        auto work = [=] { run_host_function([&] { callback(handle, success, user_data); }); };
         enqueue(stream, work, Timing::delayed);
         return success;
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuLaunchHostFunc(Handle handle, void (*function)(void*), void* user) {
+GDRKIT_CUDA_ENTRY Result cuLaunchHostFunc(Handle handle, void (*function)(void*), void* user_data) {
     return run_stream_entry("cuLaunchHostFunc", handle, CapturePolicy::allow, [&](const StreamRef& stream) {
         if (function == nullptr) {
             return invalid_value;
         }
         if (is_captured(stream)) {
-            return capture_node(stream, HostParameters{function, user});
+            return capture_node(stream, HostParameters{function, user_data});
         }
-        enqueue(stream, make_host_function_work(function, user), Timing::delayed);
+        enqueue(stream, make_host_function_work(function, user_data), Timing::delayed);
         return success;
     });
 }
@@ -236,24 +236,25 @@ GDRKIT_CUDA_ENTRY Result cuStreamGetDevice(Handle handle, Device* device) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetCtx(Handle handle, Handle* context) {
-    return query_stream_context("cuStreamGetCtx", handle,
-                                [&](const Context& owner) { return write_result<Handle>(context, owner.handle); });
+    return query_stream_context("cuStreamGetCtx", handle, [&](const Context& stream_context) {
+        return write_output<Handle>(context, stream_context.handle);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetCtx_v2(Handle handle, Handle* context, Handle* green_context) {
-    return query_stream_context("cuStreamGetCtx_v2", handle, [&](const Context& owner) {
+    return query_stream_context("cuStreamGetCtx_v2", handle, [&](const Context& stream_context) {
         if (context == nullptr || green_context == nullptr) {
             return invalid_value;
         }
-        *context = owner.contents_owner;
-        *green_context = owner.green_context;
+        *context = stream_context.contents_owner;
+        *green_context = stream_context.green_context;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetGreenCtx(Handle handle, Handle* green_context) {
-    return query_stream_context("cuStreamGetGreenCtx", handle, [&](const Context& owner) {
-        return write_result<Handle>(green_context, owner.green_context);
+    return query_stream_context("cuStreamGetGreenCtx", handle, [&](const Context& stream_context) {
+        return write_output<Handle>(green_context, stream_context.green_context);
     });
 }
 

@@ -30,9 +30,11 @@ enum Swizzle : int {
     swizzle_128_atom_32_flip_8 = 5,
     swizzle_128_atom_64 = 6,
 };
-constexpr int promotion_last = 3, fill_none = 0, fill_nan = 1;
+constexpr int promotion_last = 3; // CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+constexpr int fill_none = 0, fill_nan = 1;
 
-constexpr std::uint32_t rank_max = 5, magic = 0x70616d74; // "tmap"
+constexpr std::uint32_t rank_max = 5;
+constexpr std::uint32_t map_magic = 0x70616d74; // the bytes "tmap"
 constexpr std::uint64_t extent_max = std::uint64_t{1} << 32, stride_limit_bytes = std::uint64_t{1} << 40;
 
 // The parameters that cuTensorMapEncodeTiled and cuTensorMapEncodeIm2col have in common.
@@ -45,6 +47,7 @@ struct Tensor {
     const std::uint32_t* element_strides;
     int interleave, swizzle, promotion, fill;
 
+    // Return whether the elements are packed in groups of 16.
     [[nodiscard]] bool is_packed_16() const { return type == element_16u4_align16 || type == element_16u6_align16; }
     [[nodiscard]] std::uint64_t alignment_bytes() const {
         return interleave == interleave_32_bytes || is_packed_16() ? 32 : 16;
@@ -60,13 +63,14 @@ struct TensorMap {
     std::array<std::uint64_t, rank_max - 1> strides_bytes;
     std::array<std::uint32_t, rank_max> extents_minus_1;
     std::array<std::uint16_t, rank_max> box;              // of a tiled map
-    std::array<std::int16_t, 2 * (rank_max - 2)> corners; // of an im2col map: lower and upper
-    std::uint16_t channels, pixels;
+    std::array<std::int16_t, 2 * (rank_max - 2)> corners; // of an im2col map: lower offsets, then upper offsets
+    std::uint16_t channels, pixels;                       // of an im2col map: numbers of channels and pixels of a copy
     std::array<std::uint8_t, rank_max> element_strides;
     std::uint8_t interleave, swizzle, promotion, fill;
 };
 static_assert(sizeof(TensorMap) <= 128);
 
+// Return the size of an element in bits. The table is in the order of CUtensorMapDataType.
 std::uint64_t count_bits(int type) {
     constexpr std::uint8_t bits[] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4, 4, 6};
     return bits[type];
@@ -95,6 +99,7 @@ bool are_valid_enumerators(const Tensor& tensor) {
            is_between(tensor.interleave, interleave_none, interleave_32_bytes) &&
            is_between(tensor.swizzle, swizzle_none, swizzle_128_atom_64) &&
            is_between(tensor.promotion, 0, promotion_last) && is_between(tensor.fill, fill_none, fill_nan) &&
+           // Only elements of a floating-point type can be filled with NaN.
            (tensor.fill == fill_none || is_between(tensor.type, element_float16, element_tfloat32_ftz));
 }
 
@@ -107,7 +112,7 @@ bool are_valid_dimensions(const Tensor& tensor) {
     }
     const std::span strides(tensor.strides_bytes, tensor.rank - 1);
     const std::span element_strides(tensor.element_strides, tensor.rank);
-    // Without interleaving, the stride of the first dimension is ignored.
+    // Without interleaving, CUDA ignores the element stride of the first dimension.
     const auto checked_strides = element_strides.subspan(tensor.interleave == interleave_none ? 1 : 0);
     return std::ranges::all_of(strides,
                                [&](std::uint64_t stride) {
@@ -116,13 +121,16 @@ bool are_valid_dimensions(const Tensor& tensor) {
            std::ranges::all_of(checked_strides, [](std::uint32_t stride) { return stride != 0 && stride <= 8; });
 }
 
-// Return whether the inner dimension of the box fits into the pattern of the swizzle.
+// Return whether the inner dimension of the box, which has `inner_count` elements, fits into the pattern of the
+// swizzle.
 bool fits_swizzle(const Tensor& tensor, std::uint64_t inner_count) {
-    constexpr std::uint64_t sizes_bytes[] = {0, 32, 64, 128, 128, 128, 128};
+    constexpr std::uint64_t pattern_bytes[] = {0, 32, 64, 128, 128, 128, 128};
     return tensor.interleave != interleave_none || tensor.swizzle == swizzle_none ||
-           inner_count * count_bits(tensor.type) / 8 <= sizes_bytes[tensor.swizzle];
+           inner_count * count_bits(tensor.type) / 8 <= pattern_bytes[tensor.swizzle];
 }
 
+// Return whether the arguments meet the requirements that both encode functions have. A CUtensorMap is aligned to 64
+// bytes.
 bool is_valid(const void* map, const Tensor& tensor, std::uint32_t rank_min) {
     return map != nullptr && reinterpret_cast<std::uintptr_t>(map) % 64 == 0 && tensor.extents != nullptr &&
            tensor.element_strides != nullptr && are_valid_enumerators(tensor) && tensor.rank >= rank_min &&
@@ -134,7 +142,7 @@ bool is_valid(const void* map, const Tensor& tensor, std::uint32_t rank_min) {
 TensorMap make_tensor_map(const Tensor& tensor) {
     TensorMap map{};
     map.address = tensor.address;
-    map.magic = magic;
+    map.magic = map_magic;
     map.alignment_bytes = static_cast<std::uint16_t>(tensor.alignment_bytes());
     map.type = static_cast<std::uint8_t>(tensor.type);
     map.rank = static_cast<std::uint8_t>(tensor.rank);
@@ -166,8 +174,8 @@ Result encode_tiled(void* map, const Tensor& tensor, const std::uint32_t* box) {
     return success;
 }
 
-// The part of a tensor that an im2col map covers: the tensor without its corners, and the numbers of channels and
-// pixels of one copy.
+// The part of a tensor that an im2col map covers: the offsets of its lower and upper corner from the corners of the
+// tensor, for each spatial dimension, and the numbers of channels and pixels of one copy.
 struct PixelBox {
     const int* lower;
     const int* upper;
@@ -236,7 +244,7 @@ GDRKIT_CUDA_ENTRY Result cuTensorMapReplaceAddress(void* map, void* address) {
         }
         std::memcpy(&content, map, sizeof content);
         const auto replacement = reinterpret_cast<std::uint64_t>(address);
-        if (content.magic != magic || replacement % content.alignment_bytes != 0) {
+        if (content.magic != map_magic || replacement % content.alignment_bytes != 0) {
             return invalid_value;
         }
         content.address = replacement;

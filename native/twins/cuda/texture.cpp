@@ -12,6 +12,8 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 constexpr std::uint64_t texture_alignment_bytes = 512;
+// CU_TRSF_READ_AS_INTEGER, ..._NORMALIZED_COORDINATES, ..._SRGB, ..._DISABLE_TRILINEAR_OPTIMIZATION and
+// ..._SEAMLESS_CUBEMAP.
 constexpr std::uint32_t known_texture_flags = 0x73;
 
 struct Texture {
@@ -37,7 +39,7 @@ Registry<Surface>& surfaces() {
     return *instance;
 }
 
-// Return whether the address is aligned for textures, and at least `length_bytes` of memory begin there.
+// Return whether the address is aligned for textures, and its allocation contains the `length_bytes` from there on.
 bool is_texture_memory(DevicePointer address, std::uint64_t length_bytes) {
     const RangeRef range = find_range(address);
     return range && address % texture_alignment_bytes == 0 && length_bytes != 0 &&
@@ -72,6 +74,7 @@ bool is_valid_resource(const ResourceDescription& resource) {
 }
 
 bool is_valid_texture(const TextureDescription& texture, int resource_type) {
+    // CUfilter_mode has the values 0 and 1, CUaddress_mode the values 0 to 3.
     const auto is_filter = [](int mode) { return mode == 0 || mode == 1; };
     return std::ranges::all_of(texture.address_modes, [](int mode) { return mode >= 0 && mode <= 3; }) &&
            is_filter(texture.filter_mode) && is_filter(texture.mipmap_filter_mode) &&
@@ -85,8 +88,8 @@ Result create_texture(const ContextRef& context, Handle* handle, const ResourceD
         !is_valid_texture(*description, resource->type)) {
         return invalid_value;
     }
-    const bool is_array_resource = resource->type == resource_array || resource->type == resource_mipmap;
-    if (view != nullptr && !is_array_resource) {
+    const bool is_array_or_mipmap = resource->type == resource_array || resource->type == resource_mipmap;
+    if (view != nullptr && !is_array_or_mipmap) {
         return invalid_value;
     }
     auto texture = std::make_shared<Texture>();
@@ -116,7 +119,7 @@ Result create_surface(const ContextRef& context, Handle* handle, const ResourceD
     return success;
 }
 
-// Run `body` with a texture or surface. The body stores a description in *description.
+// Run `body` with a texture or surface. The body stores a description in *description, which is only checked here.
 template <typename Object, typename Description, typename Body>
 Result query_object(std::string_view symbol, Registry<Object>* objects, Handle handle, Description* description,
                     Body&& body) {

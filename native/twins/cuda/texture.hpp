@@ -29,7 +29,9 @@ struct RowsResource {
     DevicePointer address;
     std::int32_t format;
     std::uint32_t channels;
-    std::size_t width, height, pitch_bytes;
+    std::size_t width; // in elements
+    std::size_t height;
+    std::size_t pitch_bytes;
 };
 
 struct ResourceDescription { // CUDA_RESOURCE_DESC

@@ -10,7 +10,7 @@
 namespace gdrkit::twin::cuda {
 
 // The CUDA runtime calls this undocumented function to get tables of private driver functions, and does not work
-// without these tables. The twin prints that once in each process.
+// without these tables. The twin prints an explanation once in each process.
 GDRKIT_CUDA_ENTRY Result cuGetExportTable(const void** table, const void*) {
     static std::atomic<pid_t> explained_pid{0};
     if (explained_pid.exchange(getpid()) != getpid()) {
@@ -19,8 +19,7 @@ GDRKIT_CUDA_ENTRY Result cuGetExportTable(const void** table, const void*) {
             "gdrkit: %s contains the CUDA runtime as a static library, or loads NVIDIA's libcudart.so. It cannot "
             "run on the software twin of CUDA, which does not have the undocumented export tables of the driver "
             "(cuGetExportTable). Link it to libcudart.so.12 or libcudart.so.13 (nvcc -cudart shared), which have "
-            "twins, "
-            "or run it on a GPU\n",
+            "twins, or run it on a GPU\n",
             program_invocation_short_name);
     }
     if (table != nullptr) {
@@ -29,6 +28,10 @@ GDRKIT_CUDA_ENTRY Result cuGetExportTable(const void** table, const void*) {
     return not_supported;
 }
 
+// functions.def contains the kind of each function: implemented, refused or not_supported. The macro of the kind
+// not_supported defines the function. The macros of the other kinds are empty, because these functions have code of
+// their own.
+//
 // The return value 801 is CUDA_ERROR_NOT_SUPPORTED. Its enumerator not_supported cannot be used here, because a macro
 // has the same name.
 #define implemented(symbol)

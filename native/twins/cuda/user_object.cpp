@@ -7,7 +7,8 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-constexpr unsigned no_destructor_sync = 1, move_references = 1; // CU_USER_OBJECT_..., CU_GRAPH_USER_OBJECT_MOVE
+constexpr unsigned no_destructor_sync = 1; // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+constexpr unsigned move_references = 1;    // CU_GRAPH_USER_OBJECT_MOVE
 
 // A user object to which the program has references, and the number of these references.
 struct OwnedObject {
@@ -20,7 +21,7 @@ Registry<OwnedObject>& owned_objects() {
     return *instance;
 }
 
-// Release references of the program. The handle stays valid while a graph refers to the object.
+// Release references of the program. Without such references, the handle is only valid for cuGraphReleaseUserObject.
 Result release_references(Handle handle, unsigned count) {
     const auto owned_object = owned_objects().find(handle);
     if (!owned_object || count == 0 || count > owned_object->reference_count) {
@@ -33,23 +34,24 @@ Result release_references(Handle handle, unsigned count) {
     return success;
 }
 
-Result retain_in_graph(Handle graph_handle, Handle handle, unsigned count, unsigned flags) {
+// Add references of a graph to a user object. With move_references, the references of the program become the graph's.
+Result retain_in_graph(Handle graph_handle, Handle object_handle, unsigned count, unsigned flags) {
     const GraphRef graph = find_graph(graph_handle);
-    const auto owned_object = owned_objects().find(handle);
+    const auto owned_object = owned_objects().find(object_handle);
     if (!graph || !owned_object || count == 0 || (flags & ~move_references) != 0 ||
         (flags == move_references && count > owned_object->reference_count)) {
         return invalid_value;
     }
-    GraphObject& graph_object = graph->user_objects[handle];
+    GraphObject& graph_object = graph->user_objects[object_handle];
     graph_object.object = owned_object->object;
     graph_object.reference_count += count;
-    return flags == move_references ? release_references(handle, count) : success;
+    return flags == move_references ? release_references(object_handle, count) : success;
 }
 
 } // namespace
 
 UserObject::~UserObject() {
-    // The function runs in a thread of its own, because the caller may hold locks that the function needs.
+    // destroy() runs in a thread of its own, because the caller may hold locks that destroy() needs.
     start_signal_blocking_thread([work = make_host_function_work(destroy, pointer)] { work(); }).detach();
 }
 

@@ -25,7 +25,7 @@ std::optional<int> parse_leading_number(std::string_view text) {
     return end == copy.c_str() ? std::nullopt : std::optional(static_cast<int>(number));
 }
 
-// Return the hexadecimal digits of a UUID, in lower case and without hyphens, up to the first other letter.
+// Return the hexadecimal digits of a UUID, in lower case and without hyphens, up to the first other character.
 std::string parse_leading_digits(std::string_view text) {
     std::string digits;
     for (const char letter : text) {
@@ -48,29 +48,29 @@ std::string format_digits(const Uuid& uuid) {
     return digits;
 }
 
-// Return the device whose UUID begins with the digits of the text, or nullopt if no device or more than one device
-// matches.
+// Return the physical number of the device whose UUID begins with the digits of the text, or nullopt if no device or
+// more than one device matches.
 std::optional<int> find_physical_by_uuid(std::string_view text, const std::vector<Uuid>& uuids) {
     if (!text.starts_with(uuid_prefix)) {
         return std::nullopt;
     }
     const std::string digits = parse_leading_digits(text.substr(uuid_prefix.size()));
-    std::optional<int> matching_physical;
-    for (std::size_t physical = 0; physical < uuids.size() && !digits.empty(); ++physical) {
-        if (format_digits(uuids[physical]).starts_with(digits)) {
-            if (matching_physical) {
+    std::optional<int> matching_number;
+    for (std::size_t physical_number = 0; physical_number < uuids.size() && !digits.empty(); ++physical_number) {
+        if (format_digits(uuids[physical_number]).starts_with(digits)) {
+            if (matching_number) {
                 return std::nullopt;
             }
-            matching_physical = static_cast<int>(physical);
+            matching_number = static_cast<int>(physical_number);
         }
     }
-    return matching_physical;
+    return matching_number;
 }
 
 std::vector<Uuid> list_machine_uuids() {
     std::vector<Uuid> uuids;
-    for (unsigned physical = 0; physical < config().gpu_count; ++physical) {
-        uuids.push_back(find_uuid_of_physical(static_cast<int>(physical)));
+    for (unsigned physical_number = 0; physical_number < config().gpu_count; ++physical_number) {
+        uuids.push_back(find_uuid_of_physical(static_cast<int>(physical_number)));
     }
     return uuids;
 }
@@ -80,17 +80,17 @@ VisibleDevices read_selection() {
     if (const char* const value = std::getenv("CUDA_VISIBLE_DEVICES"); value != nullptr) {
         return select_devices(value, uuids);
     }
-    VisibleDevices all{uuids.empty() ? no_device : success, {}};
-    for (std::size_t physical = 0; physical < uuids.size(); ++physical) {
-        all.physical_numbers.push_back(static_cast<int>(physical));
+    VisibleDevices all_devices{uuids.empty() ? no_device : success, {}};
+    for (std::size_t physical_number = 0; physical_number < uuids.size(); ++physical_number) {
+        all_devices.physical_numbers.push_back(static_cast<int>(physical_number));
     }
-    return all;
+    return all_devices;
 }
 
 } // namespace
 
-Uuid find_uuid_of_physical(int physical) {
-    const GpuUuid bytes = make_gpu_uuid(physical);
+Uuid find_uuid_of_physical(int physical_number) {
+    const GpuUuid bytes = make_gpu_uuid(physical_number);
     Uuid uuid{};
     std::memcpy(uuid.bytes, bytes.data(), sizeof uuid.bytes);
     return uuid;
@@ -98,23 +98,23 @@ Uuid find_uuid_of_physical(int physical) {
 
 VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& uuids) {
     VisibleDevices selected;
-    // The first entry decides whether the entries are numbers or UUIDs. The list ends before the first entry that is
-    // not a device.
+    // The first entry decides whether the entries are numbers or UUIDs. Like the driver, ignore the first entry that
+    // does not name a device, and all entries after it. Refuse a list that names a device twice.
     const bool has_uuids = value.starts_with(uuid_prefix);
     for (bool is_last = false; !is_last;) {
         const auto comma = value.find(',');
         const std::string_view entry = value.substr(0, comma);
         is_last = comma == std::string_view::npos;
         value.remove_prefix(is_last ? value.size() : comma + 1);
-        const std::optional<int> physical =
+        const std::optional<int> physical_number =
             has_uuids ? find_physical_by_uuid(entry, uuids) : parse_leading_number(entry);
-        if (!physical || *physical < 0 || *physical >= static_cast<int>(uuids.size())) {
+        if (!physical_number || *physical_number < 0 || *physical_number >= static_cast<int>(uuids.size())) {
             break;
         }
-        if (std::ranges::find(selected.physical_numbers, *physical) != selected.physical_numbers.end()) {
+        if (std::ranges::find(selected.physical_numbers, *physical_number) != selected.physical_numbers.end()) {
             return {invalid_device, {}};
         }
-        selected.physical_numbers.push_back(*physical);
+        selected.physical_numbers.push_back(*physical_number);
     }
     selected.init_result = selected.physical_numbers.empty() ? no_device : success;
     return selected;
@@ -130,10 +130,11 @@ int get_physical_number(Device device) {
     return visible_devices().physical_numbers.at(static_cast<std::size_t>(device));
 }
 
-std::optional<Device> find_ordinal(int physical) {
-    const auto& all = visible_devices().physical_numbers;
-    const auto entry = std::ranges::find(all, physical);
-    return entry == all.end() ? std::nullopt : std::optional(static_cast<Device>(entry - all.begin()));
+std::optional<Device> find_ordinal(int physical_number) {
+    const auto& physical_numbers = visible_devices().physical_numbers;
+    const auto entry = std::ranges::find(physical_numbers, physical_number);
+    return entry == physical_numbers.end() ? std::nullopt
+                                           : std::optional(static_cast<Device>(entry - physical_numbers.begin()));
 }
 
 } // namespace gdrkit::twin::cuda

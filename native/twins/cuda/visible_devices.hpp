@@ -1,5 +1,5 @@
 // The devices that CUDA_VISIBLE_DEVICES shows to this process, and their order. A physical number identifies a device
-// of the emulated machine in all processes. An ordinal (Device) is a number in this process only.
+// of the emulated machine in all processes. An ordinal (Device) is the index of a device in the list of this process.
 #pragma once
 
 #include <optional>
@@ -19,18 +19,18 @@ struct VisibleDevices {
 
 // Return the UUID of a device of the emulated machine. The UUID is the same in every process of a domain
 // (GDRKIT_TWINS_DOMAIN).
-Uuid find_uuid_of_physical(int physical);
+Uuid find_uuid_of_physical(int physical_number);
 
-// Return the devices that a value of CUDA_VISIBLE_DEVICES selects on a machine with these devices.
+// Return the devices that a value of CUDA_VISIBLE_DEVICES selects on a machine whose devices have these UUIDs.
 VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& uuids);
 
-// Return the devices that this process sees. The variable is read once.
+// Return the devices that this process sees. CUDA_VISIBLE_DEVICES is read once.
 const VisibleDevices& visible_devices();
 
 // Return the physical number of a device that exists.
 int get_physical_number(Device device);
 
 // Return the ordinal of a physical device, or nullopt if this process does not see the device.
-std::optional<Device> find_ordinal(int physical);
+std::optional<Device> find_ordinal(int physical_number);
 
 } // namespace gdrkit::twin::cuda

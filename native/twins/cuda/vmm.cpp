@@ -30,13 +30,14 @@ struct Allocation {
 };
 using AllocationRef = std::shared_ptr<Allocation>;
 
+// An address range that cuMemAddressReserve has reserved.
 struct Reservation {
     std::uint64_t base = 0, length_bytes = 0;
 };
 
 struct Vmm {
     std::mutex mutex;                                  // serializes mapping, unmapping, reserving and releasing
-    std::map<std::uint64_t, Reservation> reservations; // by base address
+    std::map<std::uint64_t, Reservation> reservations; // key: base
     Registry<Allocation> allocations{"cuda_vmm_allocation"};
     // The same reservations in the ledger of live handles, which detects double releases.
     Registry<Reservation> reservation_ledger{"cuda_vmm_reservation"};
@@ -105,6 +106,7 @@ Result map_locked(Vmm* vmm_table, std::uint64_t address, std::uint64_t length_by
     if (reservation == nullptr || !is_granularity_multiple(address) || !is_granularity_multiple(length_bytes)) {
         return invalid_value;
     }
+    // The twin maps only whole allocations.
     if (length_bytes != allocation->memory->length_bytes()) {
         return not_supported;
     }
@@ -139,14 +141,14 @@ bool find_reservation(std::uint64_t address, std::uint64_t* base, std::uint64_t*
 
 // ---- addresses
 
-GDRKIT_CUDA_ENTRY Result cuMemAddressReserve(DevicePointer* pointer, std::size_t length_bytes, std::size_t alignment,
-                                             DevicePointer, unsigned long long flags) {
+GDRKIT_CUDA_ENTRY Result cuMemAddressReserve(DevicePointer* pointer, std::size_t length_bytes,
+                                             std::size_t alignment_bytes, DevicePointer, unsigned long long flags) {
     return run_entry_in_context("cuMemAddressReserve", [&](const ContextRef&) {
         if (pointer == nullptr || length_bytes == 0 || !is_granularity_multiple(length_bytes) || flags != 0 ||
-            (alignment != 0 && !std::has_single_bit(alignment))) {
+            (alignment_bytes != 0 && !std::has_single_bit(alignment_bytes))) {
             return invalid_value;
         }
-        const std::uint64_t base = reserve_addresses(length_bytes, alignment);
+        const std::uint64_t base = reserve_addresses(length_bytes, alignment_bytes);
         if (base == 0) {
             return out_of_memory;
         }
@@ -179,15 +181,15 @@ GDRKIT_CUDA_ENTRY Result cuMemAddressFree(DevicePointer pointer, std::size_t len
 
 // ---- physical allocations
 
-GDRKIT_CUDA_ENTRY Result cuMemGetAllocationGranularity(std::size_t* granularity, const AllocationProperties* properties,
-                                                       int option) {
+GDRKIT_CUDA_ENTRY Result cuMemGetAllocationGranularity(std::size_t* granularity_bytes,
+                                                       const AllocationProperties* properties, int option) {
     return run_entry("cuMemGetAllocationGranularity", [&] {
-        if (granularity == nullptr || (option != granularity_minimum && option != granularity_recommended)) {
+        if (granularity_bytes == nullptr || (option != granularity_minimum && option != granularity_recommended)) {
             return invalid_value;
         }
         const Result result = check_properties(properties);
         if (result == success) {
-            *granularity = vmm_granularity_bytes;
+            *granularity_bytes = vmm_granularity_bytes;
         }
         return result;
     });
@@ -241,6 +243,7 @@ GDRKIT_CUDA_ENTRY Result cuMemRetainAllocationHandle(Handle* handle, void* point
         if (vmm_table.allocations.find(allocation->handle)) {
             ++allocation->reference_count;
         } else {
+            // The program has released the handle. It becomes valid again.
             allocation->reference_count = 1;
             vmm_table.allocations.add(allocation->handle, allocation);
         }
@@ -262,8 +265,8 @@ GDRKIT_CUDA_ENTRY Result cuMemGetAllocationPropertiesFromHandle(AllocationProper
 
 // ---- mappings
 
-GDRKIT_CUDA_ENTRY Result cuMemMap(DevicePointer pointer, std::size_t length_bytes, std::size_t offset, Handle handle,
-                                  unsigned long long flags) {
+GDRKIT_CUDA_ENTRY Result cuMemMap(DevicePointer pointer, std::size_t length_bytes, std::size_t offset_bytes,
+                                  Handle handle, unsigned long long flags) {
     return run_entry_in_context("cuMemMap", [&](const ContextRef&) {
         Vmm& vmm_table = vmm();
         std::lock_guard lock(vmm_table.mutex);
@@ -271,7 +274,7 @@ GDRKIT_CUDA_ENTRY Result cuMemMap(DevicePointer pointer, std::size_t length_byte
         if (!allocation || flags != 0) {
             return invalid_value;
         }
-        return offset == 0 ? map_locked(&vmm_table, pointer, length_bytes, allocation) : not_supported;
+        return offset_bytes == 0 ? map_locked(&vmm_table, pointer, length_bytes, allocation) : not_supported;
     });
 }
 
@@ -364,7 +367,7 @@ GDRKIT_CUDA_ENTRY Result cuMemImportFromShareableHandle(Handle* handle, void* sh
             return invalid_value;
         }
         const int memory_fd = import_shareable(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)));
-        if (memory_fd < 0) {
+        if (memory_fd < 0) { // a negative errno
             return memory_fd == -EBADF ? unknown_error : invalid_value;
         }
         Fd fd(memory_fd);

@@ -15,18 +15,18 @@ namespace {
 bool is_satisfied(std::uint32_t word, std::uint32_t value, std::uint32_t condition) {
     switch (condition) {
     case wait_geq:
-        return static_cast<std::int32_t>(word - value) >= 0;
+        return static_cast<std::int32_t>(word - value) >= 0; // the comparison wraps around at 2^32, as CUDA defines it
     case wait_eq:
         return word == value;
     case wait_and:
         return (word & value) != 0;
-    default:
+    default: // wait_nor
         return ~(word | value) != 0;
     }
 }
 
 // Load a word that other streams, the host and NICs may change at the same time, as on a GPU. They write with plain
-// stores, which ThreadSanitizer would report.
+// stores, so ThreadSanitizer would report a data race.
 __attribute__((no_sanitize("thread"))) std::uint32_t load_word(const std::byte* address) {
     return __atomic_load_n(reinterpret_cast<const std::uint32_t*>(address), __ATOMIC_ACQUIRE);
 }

@@ -36,36 +36,36 @@ ChannelFormat make_channel_format(const cuda::ArrayDescription& description) {
         format == cuda::format_float || format == cuda::format_unsigned_32 || format == cuda::format_signed_32;
     const bool is_narrow = format == cuda::format_unsigned_8 || format == cuda::format_signed_8;
     const int bits = is_wide ? 32 : is_narrow ? 8 : 16;
-    const auto channel = [&](unsigned index) { return index < description.channels ? bits : 0; };
-    return {channel(0), channel(1), channel(2), channel(3),
+    const auto get_channel_bits = [&](unsigned index) { return index < description.channels ? bits : 0; };
+    return {get_channel_bits(0), get_channel_bits(1), get_channel_bits(2), get_channel_bits(3),
             is_float    ? channel_float
             : is_signed ? channel_signed
                         : channel_unsigned};
 }
 
-// Convert the size and the format of an array to the driver's description. All channels of an element must have the
-// same size.
+// Convert the size and the format of an array to the driver's description. An element has 1, 2 or 4 channels of
+// the same size.
 Error make_description(const ChannelFormat* format, const Extent& extent, unsigned flags,
                        cuda::ArrayDescription* description) {
     if (format == nullptr) {
         return invalid_value;
     }
-    const std::int32_t channels[] = {format->x, format->y, format->z, format->w};
-    unsigned count = 0;
-    while (count < 4 && channels[count] != 0) {
-        ++count;
+    const std::int32_t channel_bits[] = {format->x, format->y, format->z, format->w};
+    unsigned channel_count = 0;
+    while (channel_count < 4 && channel_bits[channel_count] != 0) {
+        ++channel_count;
     }
     for (unsigned index = 0; index < 4; ++index) {
-        if (channels[index] != (index < count ? format->x : 0)) {
+        if (channel_bits[index] != (index < channel_count ? format->x : 0)) {
             return invalid_channel_descriptor;
         }
     }
-    *description = {extent.width, extent.height, extent.depth, get_driver_format(format->x, format->kind),
-                    count,        flags};
-    return description->format == 0 || count == 3 ? invalid_channel_descriptor : success;
+    *description = {extent.width,  extent.height, extent.depth, get_driver_format(format->x, format->kind),
+                    channel_count, flags};
+    return description->format == 0 || channel_count == 3 ? invalid_channel_descriptor : success;
 }
 
-// Run `create`, a call of the driver that gets the description of an array.
+// Create an array by `create`, which passes the driver's description of the array to the driver.
 template <typename Create>
 Error create_array(const ChannelFormat* format, const Extent& extent, unsigned flags, Create&& create) {
     return run_entry_in_context([&] {
@@ -75,9 +75,9 @@ Error create_array(const ChannelFormat* format, const Extent& extent, unsigned f
     });
 }
 
-template <typename Value> void store_if_requested(Value* result, const Value& value) {
-    if (result != nullptr) {
-        *result = value;
+template <typename Value> void store_if_requested(Value* output, const Value& value) {
+    if (output != nullptr) {
+        *output = value;
     }
 }
 

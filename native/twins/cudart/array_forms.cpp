@@ -15,8 +15,8 @@ cuda::CopySide2d make_array_side(Handle array, std::size_t x_bytes, std::size_t 
     return {x_bytes, y, cuda::memory_array, nullptr, 0, reinterpret_cast<void*>(array), 0};
 }
 
-// Check and run a copy of rows in a stream. `stream` is null for a synchronous function, which copies in the default
-// stream of its form.
+// Check and run a copy of rows. `pitch` is the pitch of the memory, or the width of the copy if both sides are arrays.
+// `stream` is null for a synchronous function, which copies in the default stream of its form.
 Error copy_rows(const cuda::Copy2d& copy, std::size_t pitch, int kind, const Handle* stream) {
     if (copy.width_bytes == 0 || copy.height == 0) {
         return success;
@@ -52,11 +52,11 @@ Error copy_rows_from_array(void* to, std::size_t pitch, Handle array, std::size_
     });
 }
 
-// Return the offset of a position in an array in bytes. The rows of an array have no gaps.
-Error compute_offset(Handle array, std::size_t x_bytes, std::size_t y, std::size_t* offset) {
+// Store the offset, in bytes, of a position from the begin of the array. The rows of an array have no gaps.
+Error compute_offset(Handle array, std::size_t x_bytes, std::size_t y, std::size_t* offset_bytes) {
     std::size_t row_bytes = 0;
     const Error error = get_row_bytes(array, &row_bytes);
-    *offset = y * row_bytes + x_bytes;
+    *offset_bytes = y * row_bytes + x_bytes;
     return error;
 }
 
@@ -64,25 +64,28 @@ Error compute_offset(Handle array, std::size_t x_bytes, std::size_t y, std::size
 Error copy_range_to_array(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t length_bytes,
                           int kind, Handle stream) {
     return run_entry_in_context([&] {
-        std::size_t offset = 0;
-        if (const Error error = compute_offset(array, x_bytes, y, &offset); error != success || !is_valid_kind(kind)) {
+        std::size_t offset_bytes = 0;
+        if (const Error error = compute_offset(array, x_bytes, y, &offset_bytes);
+            error != success || !is_valid_kind(kind)) {
             return error == success ? invalid_memcpy_direction : error;
         }
-        return call(&Driver::cuMemcpyHtoAAsync_v2, array, offset, from, length_bytes, resolve_stream(stream));
+        return call(&Driver::cuMemcpyHtoAAsync_v2, array, offset_bytes, from, length_bytes, resolve_stream(stream));
     });
 }
 
 Error copy_range_from_array(void* to, Handle array, std::size_t x_bytes, std::size_t y, std::size_t length_bytes,
                             int kind, Handle stream) {
     return run_entry_in_context([&] {
-        std::size_t offset = 0;
-        if (const Error error = compute_offset(array, x_bytes, y, &offset); error != success || !is_valid_kind(kind)) {
+        std::size_t offset_bytes = 0;
+        if (const Error error = compute_offset(array, x_bytes, y, &offset_bytes);
+            error != success || !is_valid_kind(kind)) {
             return error == success ? invalid_memcpy_direction : error;
         }
-        return call(&Driver::cuMemcpyAtoHAsync_v2, to, array, offset, length_bytes, resolve_stream(stream));
+        return call(&Driver::cuMemcpyAtoHAsync_v2, to, array, offset_bytes, length_bytes, resolve_stream(stream));
     });
 }
 
+// `error` is the result of a copy in the default stream of this form. If the copy was queued, wait for that stream.
 Error wait_for_default_stream(Error error) {
     return error == success ? record_error(call(&Driver::cuStreamSynchronize, resolve_stream(0))) : error;
 }

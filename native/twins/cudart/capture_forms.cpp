@@ -23,6 +23,7 @@ GDRKIT_STREAM_FORM(cudaStreamIsCapturing)(Handle stream, int* status) {
     return call_in_context(&Driver::cuStreamIsCapturing, resolve_stream(stream), status);
 }
 
+// The last function before #endif has another name in CUDA 12, but the same body as in CUDA 13.
 #if GDRKIT_CUDART_MAJOR == 12
 GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo)(Handle stream, int* status, std::uint64_t* id) {
     return call_in_context(&Driver::cuStreamGetCaptureInfo, resolve_stream(stream), status, id);

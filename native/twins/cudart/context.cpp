@@ -27,12 +27,12 @@ thread_local Device selected_device = 0;
 // creates it again. Only the driver knows whether the context exists, because the program may reset it through the
 // driver.
 struct PrimaryContext {
-    std::mutex mutex; // One for each device, because a thread holds it while the driver finishes a reset of the device.
+    std::mutex mutex; // per device: a thread holds it while cuDevicePrimaryCtxRetain waits for a reset of the device
     std::atomic<Handle> context{0};
     bool is_retained = false; // true: the twin has retained the context since its last reset
 };
 
-// The primary contexts by ordinal.
+// The primary contexts. The index is the ordinal of the device (Device).
 std::array<PrimaryContext, max_gpu_count>& primary_contexts() {
     static auto* const instance = new std::array<PrimaryContext, max_gpu_count>;
     return *instance;
@@ -71,7 +71,8 @@ bool was_reset(Handle context, Device* device) {
     return true;
 }
 
-// Return whether the context is the primary context of the device. The device must have an active primary context.
+// Return whether the context is the primary context of the device. The device must have an active primary context,
+// because cuDevicePrimaryCtxRetain would create one.
 bool is_primary(Handle context, Device device) {
     Handle primary = 0;
     if (call(&Driver::cuDevicePrimaryCtxRetain, &primary, device) != success) {
@@ -89,11 +90,12 @@ Error reset_device() {
         return success;
     }
     // If the current context is not a primary context, the real function destroys only the state of the runtime for
-    // that context, and the twin has none.
+    // that context. The twin has no such state.
     if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 && !is_primary(context, device)) {
         return success;
     }
-    // If another thread retains the context again before the reset, that thread notices the reset at its next call.
+    // Another thread may retain the context between the unlock and the reset. That thread notices the reset at its next
+    // call.
     {
         PrimaryContext& primary = primary_contexts().at(static_cast<std::size_t>(device));
         std::lock_guard lock(primary.mutex);

@@ -5,7 +5,7 @@
 namespace gdrkit::twin::cudart {
 namespace {
 
-// As in the real runtime, a copy of 0 bytes succeeds, even if its direction is invalid.
+// As in the real runtime, a copy of 0 bytes succeeds, even if its direction (`kind`) is invalid.
 Error copy(void* to, const void* from, std::size_t length_bytes, int kind) {
     if (length_bytes == 0) {
         return success;
@@ -68,7 +68,8 @@ Error check_and_copy_rows(std::size_t to_pitch, std::size_t from_pitch, std::siz
     return body();
 }
 
-// Convert a copy between devices. The driver orders the copy with the work of the primary contexts of both devices.
+// Convert the description of a copy between devices for the driver. The driver orders the copy with the work of the
+// primary contexts of both devices.
 Error convert_copy(const PeerCopy3d* copy, cuda::Copy3d* converted) {
     if (copy == nullptr) {
         return invalid_value;
@@ -92,7 +93,8 @@ Error convert_copy(const PeerCopy3d* copy, cuda::Copy3d* converted) {
     return error;
 }
 
-// Convert a copy and run it by `run`, a call of the driver. Empty copies succeed.
+// Convert the description of a copy for the driver, and run the copy by `run`, a call of the driver. Empty copies
+// succeed.
 template <typename Copy, typename Run> Error convert_and_run(const Copy* copy, Run&& run) {
     cuda::Copy3d converted{};
     const Error error = convert_copy(copy, &converted);
@@ -106,7 +108,8 @@ unsigned char to_byte(int value) {
     return static_cast<unsigned char>(value);
 }
 
-// A volume to fill. `pitch` is the distance between two rows, and `slice_bytes` the distance between two slices.
+// A volume to fill with the byte `value`. `pitch` is the number of bytes from a row to the next row, and `slice_bytes`
+// the number of bytes from a slice to the next slice. The width of the extent is in bytes.
 struct Volume {
     Address address;
     std::size_t pitch, slice_bytes;
@@ -123,14 +126,14 @@ Error check_allocated(const Volume& volume) {
         __builtin_add_overflow(end, rows_bytes, &end) || __builtin_add_overflow(end, slices_bytes, &end)) {
         return invalid_value;
     }
-    // The volume may span several ranges, because a program may map memory side by side.
-    for (Address position = volume.address; position < end;) {
+    // The volume may span several ranges, because a program may map memory at adjacent addresses.
+    for (Address next_address = volume.address; next_address < end;) {
         Address base = 0;
         std::size_t length_bytes = 0;
-        if (call(&Driver::cuMemGetAddressRange_v2, &base, &length_bytes, position) != success) {
+        if (call(&Driver::cuMemGetAddressRange_v2, &base, &length_bytes, next_address) != success) {
             return invalid_value;
         }
-        position = base + length_bytes;
+        next_address = base + length_bytes;
     }
     return success;
 }
@@ -145,13 +148,14 @@ Error fill_volume(const PitchedPointer& memory, int value, const Extent& extent,
         return success;
     }
     Volume volume{to_address(memory.pointer), memory.pitch, 0, extent, to_byte(value)};
-    // The height of the memory matters only if there are several slices.
+    // The number of rows of an allocated slice (y_size) matters only if there are several slices.
     if (extent.depth > 1 &&
         (extent.height > memory.y_size || __builtin_mul_overflow(memory.y_size, memory.pitch, &volume.slice_bytes))) {
         return invalid_value;
     }
     if (extent.height == memory.y_size || extent.depth == 1) {
-        // All rows have the same distance, so the driver checks and fills them in one call.
+        // The rows of all slices follow each other at the distance `pitch`, so the driver checks and fills them in one
+        // call.
         return __builtin_mul_overflow(extent.height, extent.depth, &volume.extent.height) ? invalid_value
                                                                                           : fill_rows(volume);
     }
@@ -170,7 +174,8 @@ Error fill_volume_in_stream(const PitchedPointer& memory, int value, const Exten
     });
 }
 
-// The driver's synchronous function is called, because it waits until memory of the host is filled.
+// Call the driver's synchronous function. In contrast to the function for streams, it returns only when memory of the
+// host is filled.
 Error fill_volume_synchronously(const PitchedPointer& memory, int value, const Extent& extent) {
     return fill_volume(memory, value, extent, [](const Volume& rows) {
         return call(&Driver::cuMemsetD2D8_v2, rows.address, rows.pitch, rows.value, rows.extent.width,
@@ -292,6 +297,7 @@ GDRKIT_STREAM_FORM(cudaMemset3DAsync)(PitchedPointer memory, int value, Extent e
     return run_entry_in_context([&] { return fill_volume_in_stream(memory, value, extent, resolve_stream(stream)); });
 }
 
+// CUDA 13 removed the parameter for the index of the copy that failed.
 #if GDRKIT_CUDART_MAJOR == 12
 GDRKIT_STREAM_FORM(cudaMemcpyBatchAsync)
 (const Address* to, const Address* from, const std::size_t* lengths_bytes, std::size_t count, const void* attributes,

@@ -45,10 +45,10 @@ enum CopyKind : int { host_to_host = 0, host_to_device = 1, device_to_host = 2, 
 // cudaMemoryType of managed memory. The other types have the numbers of CUmemorytype, and 0 is unregistered memory.
 inline constexpr std::int32_t memory_managed = 3;
 
-// cudaInitDevice
+// flag of cudaInitDevice
 inline constexpr unsigned init_device_flags_are_valid = 1;
 
-// cudaGetDriverEntryPoint
+// flags of cudaGetDriverEntryPoint
 inline constexpr std::uint64_t entry_point_default = 0;
 inline constexpr std::uint64_t entry_point_per_thread_stream = 2;
 
@@ -70,13 +70,15 @@ static_assert(sizeof(PointerAttributes) == (GDRKIT_CUDART_MAJOR == 12 ? 24 : 88)
 
 struct PitchedPointer { // cudaPitchedPtr
     void* pointer;
-    std::size_t pitch;
-    std::size_t x_size, y_size;
+    std::size_t pitch;  // in bytes
+    std::size_t x_size; // width of the allocation in bytes
+    std::size_t y_size; // number of rows of a slice
 };
 static_assert(sizeof(PitchedPointer) == 32);
 
-struct Extent { // cudaExtent
-    std::size_t width, height, depth;
+struct Extent {        // cudaExtent
+    std::size_t width; // in elements for arrays, else in bytes
+    std::size_t height, depth;
 };
 struct Position { // cudaPos
     std::size_t x, y, z;
@@ -110,13 +112,13 @@ static_assert(sizeof(PeerCopy3d) == 168 && offsetof(PeerCopy3d, to_array) == 72 
 // cudaChannelFormatKind
 enum ChannelKind : int { channel_signed = 0, channel_unsigned = 1, channel_float = 2 };
 
-struct ChannelFormat { // cudaChannelFormatDesc
-    std::int32_t x, y, z, w;
-    std::int32_t kind;
+struct ChannelFormat {       // cudaChannelFormatDesc
+    std::int32_t x, y, z, w; // bits of each channel; 0: the element does not have this channel
+    std::int32_t kind;       // ChannelKind
 };
 static_assert(sizeof(ChannelFormat) == 20);
 
-// cudaDeviceProp. CUDA 13 removed the members in the conditional parts.
+// cudaDeviceProp. CUDA 13 removed the members in the conditional parts, except in the last one, where it added members.
 struct DeviceProperties {
     char name[256];
     std::uint8_t uuid[16];

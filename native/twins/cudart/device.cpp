@@ -142,15 +142,15 @@ Error fill_properties(DeviceProperties* properties, Device device) {
     };
 #undef M
     std::memset(static_cast<void*>(properties), 0, sizeof *properties);
-    for (const AttributeMember& member : members) {
+    for (const AttributeMember& entry : members) {
         int value = 0;
-        if (const Error error = call(&Driver::cuDeviceGetAttribute, &value, member.attribute, device);
+        if (const Error error = call(&Driver::cuDeviceGetAttribute, &value, entry.attribute, device);
             error != success) {
             return error;
         }
         // The members have 4 or 8 bytes. The copy is right for both sizes, because the machine is little-endian.
         const std::int64_t wide_value = value;
-        std::memcpy(member.member, &wide_value, member.member_bytes);
+        std::memcpy(entry.member, &wide_value, entry.member_bytes);
     }
     Error error = call(&Driver::cuDeviceGetName, properties->name, static_cast<int>(sizeof properties->name), device);
     if (error == success) {
@@ -159,8 +159,8 @@ Error fill_properties(DeviceProperties* properties, Device device) {
     return error == success ? call(&Driver::cuDeviceTotalMem_v2, &properties->total_global_bytes, device) : error;
 }
 
-Error get_properties(DeviceProperties* result, Device device, std::size_t result_bytes) {
-    if (result == nullptr) {
+Error get_properties(DeviceProperties* destination, Device device, std::size_t destination_bytes) {
+    if (destination == nullptr) {
         return invalid_value;
     }
     if (const Error error = check_device(device); error != success) {
@@ -169,7 +169,7 @@ Error get_properties(DeviceProperties* result, Device device, std::size_t result
     DeviceProperties properties;
     const Error error = fill_properties(&properties, device);
     if (error == success) {
-        std::memcpy(static_cast<void*>(result), &properties, result_bytes);
+        std::memcpy(static_cast<void*>(destination), &properties, destination_bytes);
     }
     return error;
 }
@@ -189,6 +189,7 @@ Error find_entry_point(const char* name, void** function, int version, std::uint
     return success;
 }
 
+// Convert the flags of a function with the suffix _ptsz, for which the default is the per-thread form.
 std::uint64_t select_per_thread_stream(std::uint64_t flags) {
     return flags == entry_point_default ? entry_point_per_thread_stream : flags;
 }
@@ -208,7 +209,7 @@ GDRKIT_CUDART_ENTRY Error cudaGetDeviceCount(int* count) {
 }
 
 #if GDRKIT_CUDART_MAJOR == 12
-// Programs that were built for CUDA 11 have a shorter structure.
+// Programs that were built for CUDA 11 call this function with a shorter structure.
 GDRKIT_CUDART_ENTRY Error cudaGetDeviceProperties(DeviceProperties* properties, Device device) {
     return run_entry(
         [&] { return get_properties(properties, device, offsetof(DeviceProperties, host_register_supported)); });
@@ -235,12 +236,12 @@ GDRKIT_CUDART_ENTRY Error cudaDeviceCanAccessPeer(int* can_access, Device device
     return run_entry([&] { return call(&Driver::cuDeviceCanAccessPeer, can_access, device, peer); });
 }
 
-GDRKIT_CUDART_ENTRY Error cudaDeviceGetPCIBusId(char* text, int length_bytes, Device device) {
-    return run_entry([&] { return call(&Driver::cuDeviceGetPCIBusId, text, length_bytes, device); });
+GDRKIT_CUDART_ENTRY Error cudaDeviceGetPCIBusId(char* bus_id, int length_bytes, Device device) {
+    return run_entry([&] { return call(&Driver::cuDeviceGetPCIBusId, bus_id, length_bytes, device); });
 }
 
-GDRKIT_CUDART_ENTRY Error cudaDeviceGetByPCIBusId(Device* device, const char* text) {
-    return run_entry([&] { return call(&Driver::cuDeviceGetByPCIBusId, device, text); });
+GDRKIT_CUDART_ENTRY Error cudaDeviceGetByPCIBusId(Device* device, const char* bus_id) {
+    return run_entry([&] { return call(&Driver::cuDeviceGetByPCIBusId, device, bus_id); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDriverGetVersion(int* version) {

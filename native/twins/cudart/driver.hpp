@@ -1,5 +1,5 @@
-// The calls of the runtime twin into the CUDA driver. libcuda may be the CUDA twin or a real driver: only documented
-// functions are called.
+// The calls of the runtime twin into the CUDA driver. libcuda may be the CUDA twin or a real driver, so the runtime
+// twin calls only documented functions.
 #pragma once
 
 #include "cuda/array_abi.hpp"

@@ -18,8 +18,8 @@ Error record_error(Error error);
 Error initialize_driver();
 
 // Make sure that the calling thread has a current context. If the thread has none, make the primary context of its
-// device current, which is created at its first use. A context that the program made current through the driver stays
-// current.
+// device current, after creating that context if necessary. A context that the program made current through the driver
+// stays current.
 Error ensure_context();
 
 // Create the primary context of a device if it does not exist, and return its handle.

@@ -12,6 +12,7 @@ namespace {
 
 thread_local Error last_error = success;
 
+// A cudaError code, its enumerator, and the text that cudaGetErrorString returns.
 struct ErrorName {
     int code;
     const char* name;

@@ -28,8 +28,8 @@ inline Handle resolve_stream(Handle stream) {
     return is_per_thread && stream == 0 ? per_thread_stream : stream;
 }
 
-// Wait for the default stream of the calling thread unless the call before failed with `error`. Return the error of the
-// call or of the wait.
+// `error` is the result of a call. If the call succeeded, wait for the default stream of the calling thread. Return the
+// error of the call or of the wait.
 inline Error wait_for_per_thread_stream(Error error) {
     return error == success ? call(&Driver::cuStreamSynchronize, per_thread_stream) : error;
 }

@@ -15,7 +15,8 @@ struct CopyNodeParameters { // cudaMemcpyNodeParams
     Copy3d copy;
 };
 
-// cudaGraphNodeParams: only copies and memsets differ from the driver's structure.
+// cudaGraphNodeParams. It differs from the driver's structure only for copies and memsets, for which the driver also
+// needs a context.
 struct NodeParameters {
     std::int32_t type;
     std::int32_t reserved[3];
@@ -39,7 +40,7 @@ template <typename Body> Error run_with_context(Body&& body) {
     });
 }
 
-// Convert a copy and pass it to `body` with the current context.
+// Convert the description of a copy for the driver, and pass it to `body` with the current context.
 template <typename Body> Error run_with_copy(const Copy3d* copy, Body&& body) {
     return run_with_context([&](Handle context) {
         cuda::Copy3d converted{};
@@ -48,7 +49,7 @@ template <typename Body> Error run_with_copy(const Copy3d* copy, Body&& body) {
     });
 }
 
-// Describe a copy of one range.
+// Describe a copy of one contiguous range.
 Copy3d make_range_copy(void* to, const void* from, std::size_t length_bytes, int kind) {
     return {nullptr,
             {},
@@ -70,6 +71,7 @@ Position make_position(const cuda::CopySide3d& side) {
     return {side.x_bytes, side.y, side.z};
 }
 
+// Store the parameters of a copy node. The handles of arrays are not stored, and the kind is always `inferred`.
 Error query_copy(Handle node, Copy3d* copy) {
     cuda::Copy3d driver_copy{};
     const Error error = copy == nullptr ? invalid_value : call(&Driver::cuGraphMemcpyNodeGetParams, node, &driver_copy);
@@ -86,8 +88,10 @@ Error query_copy(Handle node, Copy3d* copy) {
     return error;
 }
 
-Error add_node(Handle* node, Handle graph, const Handle* dependencies, std::size_t count, NodeParameters* parameters,
-               Handle context) {
+// Add a node with converted parameters, and store the results of the driver (the address of an allocation, the bodies
+// of a condition) in *parameters.
+Error add_node(Handle* node, Handle graph, const Handle* dependencies, const cuda::EdgeData* edge_data,
+               std::size_t count, NodeParameters* parameters, Handle context) {
     if (parameters == nullptr) {
         return invalid_value;
     }
@@ -103,7 +107,7 @@ Error add_node(Handle* node, Handle graph, const Handle* dependencies, std::size
     } else if (parameters->type == cuda::node_fill) {
         converted.fill = {parameters->fill, context};
     }
-    const Error error = call(&Driver::cuGraphAddNode, node, graph, dependencies, count, &converted);
+    const Error error = call(&Driver::cuGraphAddNode_v2, node, graph, dependencies, edge_data, count, &converted);
     if (error == success && parameters->type == cuda::node_allocate) {
         parameters->allocate.pointer = converted.allocate.pointer;
     }
@@ -116,98 +120,102 @@ Error add_node(Handle* node, Handle graph, const Handle* dependencies, std::size
 } // namespace
 
 // Defines a function of the runtime that passes its arguments to a function of the driver.
-#define PASS(name, driver_name, parameters, ...)                                                                       \
+#define FORWARD(name, driver_name, parameters, ...)                                                                    \
     GDRKIT_CUDART_ENTRY Error name parameters {                                                                        \
         return call_in_context(&Driver::driver_name, __VA_ARGS__);                                                     \
     }
 
-PASS(cudaDeviceGetGraphMemAttribute, cuDeviceGetGraphMemAttribute, (Device device, int attribute, void* value), device,
-     attribute, value)
-PASS(cudaDeviceSetGraphMemAttribute, cuDeviceSetGraphMemAttribute, (Device device, int attribute, void* value), device,
-     attribute, value)
-PASS(cudaDeviceGraphMemTrim, cuDeviceGraphMemTrim, (Device device), device)
-PASS(cudaGraphCreate, cuGraphCreate, (Handle * graph, unsigned flags), graph, flags)
-PASS(cudaGraphDestroy, cuGraphDestroy, (Handle graph), graph)
-PASS(cudaGraphClone, cuGraphClone, (Handle * clone, Handle original), clone, original)
-PASS(cudaGraphNodeFindInClone, cuGraphNodeFindInClone, (Handle * node, Handle original, Handle clone), node, original,
-     clone)
-PASS(cudaGraphDestroyNode, cuGraphDestroyNode, (Handle node), node)
-PASS(cudaGraphNodeGetType, cuGraphNodeGetType, (Handle node, int* type), node, type)
-PASS(cudaGraphGetNodes, cuGraphGetNodes, (Handle graph, Handle* nodes, std::size_t* count), graph, nodes, count)
-PASS(cudaGraphGetRootNodes, cuGraphGetRootNodes, (Handle graph, Handle* nodes, std::size_t* count), graph, nodes, count)
-PASS(cudaGraphDebugDotPrint, cuGraphDebugDotPrint, (Handle graph, const char* path, unsigned flags), graph, path, flags)
+FORWARD(cudaDeviceGetGraphMemAttribute, cuDeviceGetGraphMemAttribute, (Device device, int attribute, void* value),
+        device, attribute, value)
+FORWARD(cudaDeviceSetGraphMemAttribute, cuDeviceSetGraphMemAttribute, (Device device, int attribute, void* value),
+        device, attribute, value)
+FORWARD(cudaDeviceGraphMemTrim, cuDeviceGraphMemTrim, (Device device), device)
+FORWARD(cudaGraphCreate, cuGraphCreate, (Handle * graph, unsigned flags), graph, flags)
+FORWARD(cudaGraphDestroy, cuGraphDestroy, (Handle graph), graph)
+FORWARD(cudaGraphClone, cuGraphClone, (Handle * clone, Handle original), clone, original)
+FORWARD(cudaGraphNodeFindInClone, cuGraphNodeFindInClone, (Handle * node, Handle original, Handle clone), node,
+        original, clone)
+FORWARD(cudaGraphDestroyNode, cuGraphDestroyNode, (Handle node), node)
+FORWARD(cudaGraphNodeGetType, cuGraphNodeGetType, (Handle node, int* type), node, type)
+FORWARD(cudaGraphGetNodes, cuGraphGetNodes, (Handle graph, Handle* nodes, std::size_t* count), graph, nodes, count)
+FORWARD(cudaGraphGetRootNodes, cuGraphGetRootNodes, (Handle graph, Handle* nodes, std::size_t* count), graph, nodes,
+        count)
+FORWARD(cudaGraphDebugDotPrint, cuGraphDebugDotPrint, (Handle graph, const char* path, unsigned flags), graph, path,
+        flags)
 
 #if GDRKIT_CUDART_MAJOR == 12
+// CUDA 12 has two functions of each of these names: one without edge data, and one with edge data and the suffix _v2.
 #define WITH_EDGES(name) name##_v2
-PASS(cudaGraphGetEdges, cuGraphGetEdges, (Handle graph, Handle* from, Handle* to, std::size_t* count), graph, from, to,
-     count)
-PASS(cudaGraphNodeGetDependencies, cuGraphNodeGetDependencies, (Handle node, Handle* nodes, std::size_t* count), node,
-     nodes, count)
-PASS(cudaGraphNodeGetDependentNodes, cuGraphNodeGetDependentNodes, (Handle node, Handle* nodes, std::size_t* count),
-     node, nodes, count)
-PASS(cudaGraphAddDependencies, cuGraphAddDependencies,
-     (Handle graph, const Handle* from, const Handle* to, std::size_t count), graph, from, to, count)
-PASS(cudaGraphRemoveDependencies, cuGraphRemoveDependencies,
-     (Handle graph, const Handle* from, const Handle* to, std::size_t count), graph, from, to, count)
+FORWARD(cudaGraphGetEdges, cuGraphGetEdges, (Handle graph, Handle* from, Handle* to, std::size_t* count), graph, from,
+        to, count)
+FORWARD(cudaGraphNodeGetDependencies, cuGraphNodeGetDependencies, (Handle node, Handle* nodes, std::size_t* count),
+        node, nodes, count)
+FORWARD(cudaGraphNodeGetDependentNodes, cuGraphNodeGetDependentNodes, (Handle node, Handle* nodes, std::size_t* count),
+        node, nodes, count)
+FORWARD(cudaGraphAddDependencies, cuGraphAddDependencies,
+        (Handle graph, const Handle* from, const Handle* to, std::size_t count), graph, from, to, count)
+FORWARD(cudaGraphRemoveDependencies, cuGraphRemoveDependencies,
+        (Handle graph, const Handle* from, const Handle* to, std::size_t count), graph, from, to, count)
 
 GDRKIT_CUDART_ENTRY Error cudaGraphAddNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
                                            NodeParameters* parameters) {
     return run_with_context(
-        [&](Handle context) { return add_node(node, graph, dependencies, count, parameters, context); });
+        [&](Handle context) { return add_node(node, graph, dependencies, nullptr, count, parameters, context); });
 }
 #else
 #define WITH_EDGES(name) name
 #endif
 
-PASS(WITH_EDGES(cudaGraphGetEdges), cuGraphGetEdges_v2,
-     (Handle graph, Handle* from, Handle* to, cuda::EdgeData* edge_data, std::size_t* count), graph, from, to,
-     edge_data, count)
-PASS(WITH_EDGES(cudaGraphNodeGetDependencies), cuGraphNodeGetDependencies_v2,
-     (Handle node, Handle* nodes, cuda::EdgeData* edge_data, std::size_t* count), node, nodes, edge_data, count)
-PASS(WITH_EDGES(cudaGraphNodeGetDependentNodes), cuGraphNodeGetDependentNodes_v2,
-     (Handle node, Handle* nodes, cuda::EdgeData* edge_data, std::size_t* count), node, nodes, edge_data, count)
-PASS(WITH_EDGES(cudaGraphAddDependencies), cuGraphAddDependencies_v2,
-     (Handle graph, const Handle* from, const Handle* to, const cuda::EdgeData* edge_data, std::size_t count), graph,
-     from, to, edge_data, count)
-PASS(WITH_EDGES(cudaGraphRemoveDependencies), cuGraphRemoveDependencies_v2,
-     (Handle graph, const Handle* from, const Handle* to, const cuda::EdgeData* edge_data, std::size_t count), graph,
-     from, to, edge_data, count)
+FORWARD(WITH_EDGES(cudaGraphGetEdges), cuGraphGetEdges_v2,
+        (Handle graph, Handle* from, Handle* to, cuda::EdgeData* edge_data, std::size_t* count), graph, from, to,
+        edge_data, count)
+FORWARD(WITH_EDGES(cudaGraphNodeGetDependencies), cuGraphNodeGetDependencies_v2,
+        (Handle node, Handle* nodes, cuda::EdgeData* edge_data, std::size_t* count), node, nodes, edge_data, count)
+FORWARD(WITH_EDGES(cudaGraphNodeGetDependentNodes), cuGraphNodeGetDependentNodes_v2,
+        (Handle node, Handle* nodes, cuda::EdgeData* edge_data, std::size_t* count), node, nodes, edge_data, count)
+FORWARD(WITH_EDGES(cudaGraphAddDependencies), cuGraphAddDependencies_v2,
+        (Handle graph, const Handle* from, const Handle* to, const cuda::EdgeData* edge_data, std::size_t count), graph,
+        from, to, edge_data, count)
+FORWARD(WITH_EDGES(cudaGraphRemoveDependencies), cuGraphRemoveDependencies_v2,
+        (Handle graph, const Handle* from, const Handle* to, const cuda::EdgeData* edge_data, std::size_t count), graph,
+        from, to, edge_data, count)
 
 GDRKIT_CUDART_ENTRY Error WITH_EDGES(cudaGraphAddNode)(Handle* node, Handle graph, const Handle* dependencies,
-                                                       const cuda::EdgeData*, std::size_t count,
+                                                       const cuda::EdgeData* edge_data, std::size_t count,
                                                        NodeParameters* parameters) {
     return run_with_context(
-        [&](Handle context) { return add_node(node, graph, dependencies, count, parameters, context); });
+        [&](Handle context) { return add_node(node, graph, dependencies, edge_data, count, parameters, context); });
 }
 
-PASS(cudaGraphConditionalHandleCreate, cuGraphConditionalHandleCreate,
-     (Handle * condition, Handle graph, unsigned value, unsigned flags), condition, graph, Handle{0}, value, flags)
+FORWARD(cudaGraphConditionalHandleCreate, cuGraphConditionalHandleCreate,
+        (Handle * condition, Handle graph, unsigned value, unsigned flags), condition, graph, Handle{0}, value, flags)
 #if GDRKIT_CUDART_MAJOR == 13
-PASS(cudaGraphConditionalHandleCreate_v2, cuGraphConditionalHandleCreate,
-     (Handle * condition, Handle graph, Handle context, unsigned value, unsigned flags), condition, graph, context,
-     value, flags)
+FORWARD(cudaGraphConditionalHandleCreate_v2, cuGraphConditionalHandleCreate,
+        (Handle * condition, Handle graph, Handle context, unsigned value, unsigned flags), condition, graph, context,
+        value, flags)
 #endif
 
-PASS(cudaGraphAddEmptyNode, cuGraphAddEmptyNode,
-     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count), node, graph, dependencies, count)
-PASS(cudaGraphAddHostNode, cuGraphAddHostNode,
-     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, const cuda::HostParameters* host),
-     node, graph, dependencies, count, host)
-PASS(cudaGraphAddChildGraphNode, cuGraphAddChildGraphNode,
-     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, Handle child), node, graph,
-     dependencies, count, child)
-PASS(cudaGraphAddEventRecordNode, cuGraphAddEventRecordNode,
-     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, Handle event), node, graph,
-     dependencies, count, event)
-PASS(cudaGraphAddEventWaitNode, cuGraphAddEventWaitNode,
-     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, Handle event), node, graph,
-     dependencies, count, event)
-PASS(cudaGraphAddMemAllocNode, cuGraphAddMemAllocNode,
-     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, cuda::AllocateParameters* parameters),
-     node, graph, dependencies, count, parameters)
-PASS(cudaGraphAddMemFreeNode, cuGraphAddMemFreeNode,
-     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, void* pointer), node, graph,
-     dependencies, count, to_address(pointer))
+FORWARD(cudaGraphAddEmptyNode, cuGraphAddEmptyNode,
+        (Handle * node, Handle graph, const Handle* dependencies, std::size_t count), node, graph, dependencies, count)
+FORWARD(cudaGraphAddHostNode, cuGraphAddHostNode,
+        (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, const cuda::HostParameters* host),
+        node, graph, dependencies, count, host)
+FORWARD(cudaGraphAddChildGraphNode, cuGraphAddChildGraphNode,
+        (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, Handle child), node, graph,
+        dependencies, count, child)
+FORWARD(cudaGraphAddEventRecordNode, cuGraphAddEventRecordNode,
+        (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, Handle event), node, graph,
+        dependencies, count, event)
+FORWARD(cudaGraphAddEventWaitNode, cuGraphAddEventWaitNode,
+        (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, Handle event), node, graph,
+        dependencies, count, event)
+FORWARD(cudaGraphAddMemAllocNode, cuGraphAddMemAllocNode,
+        (Handle * node, Handle graph, const Handle* dependencies, std::size_t count,
+         cuda::AllocateParameters* parameters),
+        node, graph, dependencies, count, parameters)
+FORWARD(cudaGraphAddMemFreeNode, cuGraphAddMemFreeNode,
+        (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, void* pointer), node, graph,
+        dependencies, count, to_address(pointer))
 
 GDRKIT_CUDART_ENTRY Error cudaGraphAddMemcpyNode(Handle* node, Handle graph, const Handle* dependencies,
                                                  std::size_t count, const Copy3d* copy) {
@@ -246,48 +254,49 @@ GDRKIT_CUDART_ENTRY Error cudaGraphMemcpyNodeSetParams1D(Handle node, void* to, 
     return cudaGraphMemcpyNodeSetParams(node, &copy);
 }
 
-PASS(cudaGraphMemsetNodeGetParams, cuGraphMemsetNodeGetParams, (Handle node, cuda::FillParameters* fill), node, fill)
-PASS(cudaGraphMemsetNodeSetParams, cuGraphMemsetNodeSetParams, (Handle node, const cuda::FillParameters* fill), node,
-     fill)
-PASS(cudaGraphHostNodeGetParams, cuGraphHostNodeGetParams, (Handle node, cuda::HostParameters* host), node, host)
-PASS(cudaGraphHostNodeSetParams, cuGraphHostNodeSetParams, (Handle node, const cuda::HostParameters* host), node, host)
-PASS(cudaGraphChildGraphNodeGetGraph, cuGraphChildGraphNodeGetGraph, (Handle node, Handle* graph), node, graph)
-PASS(cudaGraphEventRecordNodeGetEvent, cuGraphEventRecordNodeGetEvent, (Handle node, Handle* event), node, event)
-PASS(cudaGraphEventRecordNodeSetEvent, cuGraphEventRecordNodeSetEvent, (Handle node, Handle event), node, event)
-PASS(cudaGraphEventWaitNodeGetEvent, cuGraphEventWaitNodeGetEvent, (Handle node, Handle* event), node, event)
-PASS(cudaGraphEventWaitNodeSetEvent, cuGraphEventWaitNodeSetEvent, (Handle node, Handle event), node, event)
-PASS(cudaGraphMemAllocNodeGetParams, cuGraphMemAllocNodeGetParams, (Handle node, cuda::AllocateParameters* parameters),
-     node, parameters)
-PASS(cudaGraphMemFreeNodeGetParams, cuGraphMemFreeNodeGetParams, (Handle node, Address* pointer), node, pointer)
+FORWARD(cudaGraphMemsetNodeGetParams, cuGraphMemsetNodeGetParams, (Handle node, cuda::FillParameters* fill), node, fill)
+FORWARD(cudaGraphMemsetNodeSetParams, cuGraphMemsetNodeSetParams, (Handle node, const cuda::FillParameters* fill), node,
+        fill)
+FORWARD(cudaGraphHostNodeGetParams, cuGraphHostNodeGetParams, (Handle node, cuda::HostParameters* host), node, host)
+FORWARD(cudaGraphHostNodeSetParams, cuGraphHostNodeSetParams, (Handle node, const cuda::HostParameters* host), node,
+        host)
+FORWARD(cudaGraphChildGraphNodeGetGraph, cuGraphChildGraphNodeGetGraph, (Handle node, Handle* graph), node, graph)
+FORWARD(cudaGraphEventRecordNodeGetEvent, cuGraphEventRecordNodeGetEvent, (Handle node, Handle* event), node, event)
+FORWARD(cudaGraphEventRecordNodeSetEvent, cuGraphEventRecordNodeSetEvent, (Handle node, Handle event), node, event)
+FORWARD(cudaGraphEventWaitNodeGetEvent, cuGraphEventWaitNodeGetEvent, (Handle node, Handle* event), node, event)
+FORWARD(cudaGraphEventWaitNodeSetEvent, cuGraphEventWaitNodeSetEvent, (Handle node, Handle event), node, event)
+FORWARD(cudaGraphMemAllocNodeGetParams, cuGraphMemAllocNodeGetParams,
+        (Handle node, cuda::AllocateParameters* parameters), node, parameters)
+FORWARD(cudaGraphMemFreeNodeGetParams, cuGraphMemFreeNodeGetParams, (Handle node, Address* pointer), node, pointer)
 
-PASS(cudaGraphInstantiate, cuGraphInstantiateWithFlags, (Handle * executable, Handle graph, std::uint64_t flags),
-     executable, graph, flags)
-PASS(cudaGraphInstantiateWithFlags, cuGraphInstantiateWithFlags,
-     (Handle * executable, Handle graph, std::uint64_t flags), executable, graph, flags)
-PASS(cudaGraphExecDestroy, cuGraphExecDestroy, (Handle executable), executable)
-PASS(cudaGraphExecGetFlags, cuGraphExecGetFlags, (Handle executable, std::uint64_t* flags), executable, flags)
-PASS(cudaGraphExecUpdate, cuGraphExecUpdate_v2, (Handle executable, Handle graph, cuda::UpdateInformation* information),
-     executable, graph, information)
-PASS(cudaGraphExecHostNodeSetParams, cuGraphExecHostNodeSetParams,
-     (Handle executable, Handle node, const cuda::HostParameters* host), executable, node, host)
-PASS(cudaGraphExecEventRecordNodeSetEvent, cuGraphExecEventRecordNodeSetEvent,
-     (Handle executable, Handle node, Handle event), executable, node, event)
-PASS(cudaGraphExecEventWaitNodeSetEvent, cuGraphExecEventWaitNodeSetEvent,
-     (Handle executable, Handle node, Handle event), executable, node, event)
-PASS(cudaGraphNodeSetEnabled, cuGraphNodeSetEnabled, (Handle executable, Handle node, unsigned is_enabled), executable,
-     node, is_enabled)
-PASS(cudaGraphNodeGetEnabled, cuGraphNodeGetEnabled, (Handle executable, Handle node, unsigned* is_enabled), executable,
-     node, is_enabled)
+FORWARD(cudaGraphInstantiate, cuGraphInstantiateWithFlags, (Handle * executable, Handle graph, std::uint64_t flags),
+        executable, graph, flags)
+FORWARD(cudaGraphInstantiateWithFlags, cuGraphInstantiateWithFlags,
+        (Handle * executable, Handle graph, std::uint64_t flags), executable, graph, flags)
+FORWARD(cudaGraphExecDestroy, cuGraphExecDestroy, (Handle executable), executable)
+FORWARD(cudaGraphExecGetFlags, cuGraphExecGetFlags, (Handle executable, std::uint64_t* flags), executable, flags)
+FORWARD(cudaGraphExecUpdate, cuGraphExecUpdate_v2,
+        (Handle executable, Handle graph, cuda::UpdateInformation* information), executable, graph, information)
+FORWARD(cudaGraphExecHostNodeSetParams, cuGraphExecHostNodeSetParams,
+        (Handle executable, Handle node, const cuda::HostParameters* host), executable, node, host)
+FORWARD(cudaGraphExecEventRecordNodeSetEvent, cuGraphExecEventRecordNodeSetEvent,
+        (Handle executable, Handle node, Handle event), executable, node, event)
+FORWARD(cudaGraphExecEventWaitNodeSetEvent, cuGraphExecEventWaitNodeSetEvent,
+        (Handle executable, Handle node, Handle event), executable, node, event)
+FORWARD(cudaGraphNodeSetEnabled, cuGraphNodeSetEnabled, (Handle executable, Handle node, unsigned is_enabled),
+        executable, node, is_enabled)
+FORWARD(cudaGraphNodeGetEnabled, cuGraphNodeGetEnabled, (Handle executable, Handle node, unsigned* is_enabled),
+        executable, node, is_enabled)
 
-PASS(cudaUserObjectCreate, cuUserObjectCreate,
-     (Handle * object, void* pointer, void (*destroy)(void*), unsigned count, unsigned flags), object, pointer, destroy,
-     count, flags)
-PASS(cudaUserObjectRetain, cuUserObjectRetain, (Handle object, unsigned count), object, count)
-PASS(cudaUserObjectRelease, cuUserObjectRelease, (Handle object, unsigned count), object, count)
-PASS(cudaGraphRetainUserObject, cuGraphRetainUserObject, (Handle graph, Handle object, unsigned count, unsigned flags),
-     graph, object, count, flags)
-PASS(cudaGraphReleaseUserObject, cuGraphReleaseUserObject, (Handle graph, Handle object, unsigned count), graph, object,
-     count)
+FORWARD(cudaUserObjectCreate, cuUserObjectCreate,
+        (Handle * object, void* pointer, void (*destroy)(void*), unsigned count, unsigned flags), object, pointer,
+        destroy, count, flags)
+FORWARD(cudaUserObjectRetain, cuUserObjectRetain, (Handle object, unsigned count), object, count)
+FORWARD(cudaUserObjectRelease, cuUserObjectRelease, (Handle object, unsigned count), object, count)
+FORWARD(cudaGraphRetainUserObject, cuGraphRetainUserObject,
+        (Handle graph, Handle object, unsigned count, unsigned flags), graph, object, count, flags)
+FORWARD(cudaGraphReleaseUserObject, cuGraphReleaseUserObject, (Handle graph, Handle object, unsigned count), graph,
+        object, count)
 
 GDRKIT_CUDART_ENTRY Error cudaGraphExecMemcpyNodeSetParams(Handle executable, Handle node, const Copy3d* copy) {
     return run_with_copy(copy, [&](const cuda::Copy3d* converted, Handle context) {

@@ -25,12 +25,12 @@ Kernels& kernels() {
 }
 
 // A launch that the compiled program has announced by __cudaPushCallConfiguration.
-struct Configuration {
+struct LaunchConfiguration {
     Dimensions grid, block;
     std::size_t shared_bytes;
     Handle stream;
 };
-thread_local std::vector<Configuration> pending_launches;
+thread_local std::vector<LaunchConfiguration> pending_launches;
 
 std::string make_readable_name(const std::string& symbol) {
     int status = 0;
@@ -40,7 +40,8 @@ std::string make_readable_name(const std::string& symbol) {
     return name;
 }
 
-// Refuse a function that needs a kernel, and print the name of the kernel. A kernel is identified by its host function.
+// Refuse a call of the program that needs a kernel, and print the name of the kernel. `kernel` is the address of its
+// host function. `operation` is the subject of the printed line.
 Error refuse_kernel_call(const char* operation, const void* kernel) {
     return run_entry_before_init([&] {
         std::string name;
@@ -60,6 +61,9 @@ Error refuse_kernel_call(const char* operation, const void* kernel) {
 }
 
 } // namespace
+
+// Code that nvcc has generated calls the __cuda* functions: it registers the device code of a library when the library
+// is loaded, and configures each launch. The twin needs only the names of the kernels.
 
 GDRKIT_CUDART_ENTRY void** __cudaRegisterFatBinary(void* binary) {
     return new void*(binary);
@@ -101,7 +105,7 @@ GDRKIT_CUDART_ENTRY Error __cudaPopCallConfiguration(Dimensions* grid, Dimension
     if (pending_launches.empty()) {
         return record_error(missing_configuration);
     }
-    const Configuration configuration = pending_launches.back();
+    const LaunchConfiguration configuration = pending_launches.back();
     pending_launches.pop_back();
     *grid = configuration.grid;
     *block = configuration.block;

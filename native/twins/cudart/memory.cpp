@@ -5,7 +5,7 @@
 namespace gdrkit::twin::cudart {
 namespace {
 
-constexpr unsigned pitch_element_bytes = 4;
+constexpr unsigned pitch_element_bytes = 4; // the smallest element size that cuMemAllocPitch accepts
 
 // As in the real runtime, an allocation of 0 bytes succeeds and stores NULL.
 Error allocate(void** pointer, std::size_t length_bytes) {
@@ -37,6 +37,7 @@ Error allocate_pitched(void** pointer, std::size_t* pitch, std::size_t width_byt
     return error;
 }
 
+// As in the real runtime, an allocation of 0 bytes succeeds and stores NULL.
 Error allocate_host(void** pointer, std::size_t length_bytes, unsigned flags) {
     if (pointer != nullptr && length_bytes == 0) {
         *pointer = nullptr;
@@ -109,6 +110,7 @@ GDRKIT_CUDART_ENTRY Error cudaMallocManaged(void** pointer, std::size_t length_b
     });
 }
 
+// The last function before #endif has another name in CUDA 12, but the same body as in CUDA 13.
 #if GDRKIT_CUDART_MAJOR == 12
 GDRKIT_CUDART_ENTRY Error cudaMemAdvise(const void* pointer, std::size_t length_bytes, int advice, Device device) {
     return call_in_context(&Driver::cuMemAdvise, to_address(pointer), length_bytes, advice, device);
@@ -183,22 +185,22 @@ GDRKIT_CUDART_ENTRY Error cudaDeviceSetMemPool(Device device, Handle pool) {
     return run_entry([&] { return call(&Driver::cuDeviceSetMemPool, device, pool); });
 }
 
-// The structures of pools are the same in both interfaces.
+// The runtime and the driver have the same structures for pools.
 GDRKIT_CUDART_ENTRY Error cudaMemPoolCreate(Handle* pool, const void* properties) {
     return call_in_context(&Driver::cuMemPoolCreate, pool, properties);
 }
 
 #if GDRKIT_CUDART_MAJOR == 13
-GDRKIT_CUDART_ENTRY Error cudaMemGetDefaultMemPool(Handle* pool, const cuda::Location* location, int type) {
-    return call_in_context(&Driver::cuMemGetDefaultMemPool, pool, location, type);
+GDRKIT_CUDART_ENTRY Error cudaMemGetDefaultMemPool(Handle* pool, const cuda::Location* location, int allocation_type) {
+    return call_in_context(&Driver::cuMemGetDefaultMemPool, pool, location, allocation_type);
 }
 
-GDRKIT_CUDART_ENTRY Error cudaMemGetMemPool(Handle* pool, const cuda::Location* location, int type) {
-    return call_in_context(&Driver::cuMemGetMemPool, pool, location, type);
+GDRKIT_CUDART_ENTRY Error cudaMemGetMemPool(Handle* pool, const cuda::Location* location, int allocation_type) {
+    return call_in_context(&Driver::cuMemGetMemPool, pool, location, allocation_type);
 }
 
-GDRKIT_CUDART_ENTRY Error cudaMemSetMemPool(const cuda::Location* location, int type, Handle pool) {
-    return call_in_context(&Driver::cuMemSetMemPool, location, type, pool);
+GDRKIT_CUDART_ENTRY Error cudaMemSetMemPool(const cuda::Location* location, int allocation_type, Handle pool) {
+    return call_in_context(&Driver::cuMemSetMemPool, location, allocation_type, pool);
 }
 #endif
 
@@ -226,20 +228,24 @@ GDRKIT_CUDART_ENTRY Error cudaMemPoolTrimTo(Handle pool, std::size_t kept_bytes)
     return call_in_context(&Driver::cuMemPoolTrimTo, pool, kept_bytes);
 }
 
-GDRKIT_CUDART_ENTRY Error cudaMemPoolExportToShareableHandle(void* handle, Handle pool, int type, unsigned flags) {
-    return call_in_context(&Driver::cuMemPoolExportToShareableHandle, handle, pool, type, std::uint64_t{flags});
+GDRKIT_CUDART_ENTRY Error cudaMemPoolExportToShareableHandle(void* shareable, Handle pool, int handle_type,
+                                                             unsigned flags) {
+    return call_in_context(&Driver::cuMemPoolExportToShareableHandle, shareable, pool, handle_type,
+                           std::uint64_t{flags});
 }
 
-GDRKIT_CUDART_ENTRY Error cudaMemPoolImportFromShareableHandle(Handle* pool, void* handle, int type, unsigned flags) {
-    return call_in_context(&Driver::cuMemPoolImportFromShareableHandle, pool, handle, type, std::uint64_t{flags});
+GDRKIT_CUDART_ENTRY Error cudaMemPoolImportFromShareableHandle(Handle* pool, void* shareable, int handle_type,
+                                                               unsigned flags) {
+    return call_in_context(&Driver::cuMemPoolImportFromShareableHandle, pool, shareable, handle_type,
+                           std::uint64_t{flags});
 }
 
-GDRKIT_CUDART_ENTRY Error cudaMemPoolExportPointer(cuda::IpcHandle* data, void* pointer) {
-    return call_in_context(&Driver::cuMemPoolExportPointer, data, to_address(pointer));
+GDRKIT_CUDART_ENTRY Error cudaMemPoolExportPointer(cuda::IpcHandle* pointer_handle, void* pointer) {
+    return call_in_context(&Driver::cuMemPoolExportPointer, pointer_handle, to_address(pointer));
 }
 
-GDRKIT_CUDART_ENTRY Error cudaMemPoolImportPointer(void** pointer, Handle pool, const cuda::IpcHandle* data) {
-    return call_in_context(&Driver::cuMemPoolImportPointer, reinterpret_cast<Address*>(pointer), pool, data);
+GDRKIT_CUDART_ENTRY Error cudaMemPoolImportPointer(void** pointer, Handle pool, const cuda::IpcHandle* pointer_handle) {
+    return call_in_context(&Driver::cuMemPoolImportPointer, reinterpret_cast<Address*>(pointer), pool, pointer_handle);
 }
 
 GDRKIT_CUDART_ENTRY Error cudaIpcGetMemHandle(cuda::IpcHandle* handle, void* pointer) {

@@ -30,7 +30,7 @@ inline cuda::CopySide3d make_copy_side(const Position& position, const PitchedPo
             0,          memory.pitch, memory.y_size};
 }
 
-// Store the sizes of an element and of a row of an array.
+// Store the sizes of an element and of a row of an array, in bytes.
 inline Error get_array_bytes(Handle array, std::size_t* element_bytes, std::size_t* row_bytes) {
     cuda::ArrayDescription description{};
     const Error error = call(&Driver::cuArray3DGetDescriptor_v2, &description, array);
@@ -48,9 +48,9 @@ inline Error get_row_bytes(Handle array, std::size_t* row_bytes) {
     return get_array_bytes(array, &element_bytes, row_bytes);
 }
 
-// Make an array one side of a copy. The position counts elements. Store the size of an element.
-inline Error use_array(const void* array, const Position& position, cuda::CopySide3d* side,
-                       std::size_t* element_bytes) {
+// Describe an array as one side of a copy, and store the size of its elements. `position.x` counts elements.
+inline Error describe_array_side(const void* array, const Position& position, cuda::CopySide3d* side,
+                                 std::size_t* element_bytes) {
     std::size_t row_bytes = 0;
     const Error error = get_array_bytes(to_address(array), element_bytes, &row_bytes);
     *side = {};
@@ -62,7 +62,8 @@ inline Error use_array(const void* array, const Position& position, cuda::CopySi
     return error;
 }
 
-// Convert a three-dimensional copy, and check it. The extent counts elements if an array participates, else bytes.
+// Check the description of a 3D copy and convert it for the driver. The width of copy->extent counts elements if one
+// side is an array, else bytes.
 inline Error convert_copy(const Copy3d* copy, cuda::Copy3d* converted) {
     if (copy == nullptr) {
         return invalid_value;
@@ -76,10 +77,10 @@ inline Error convert_copy(const Copy3d* copy, cuda::Copy3d* converted) {
     std::size_t element_bytes = 1;
     Error error = success;
     if (copy->from_array != nullptr) {
-        error = use_array(copy->from_array, copy->from_position, &converted->from, &element_bytes);
+        error = describe_array_side(copy->from_array, copy->from_position, &converted->from, &element_bytes);
     }
     if (error == success && copy->to_array != nullptr) {
-        error = use_array(copy->to_array, copy->to_position, &converted->to, &element_bytes);
+        error = describe_array_side(copy->to_array, copy->to_position, &converted->to, &element_bytes);
     }
     converted->width_bytes = copy->extent.width * element_bytes;
     return error;

@@ -4,7 +4,7 @@
 namespace gdrkit::twin::cudart {
 namespace {
 
-// Run a copy between two devices with their primary contexts.
+// Run `body`, a copy between two devices, with the primary contexts of the devices.
 template <typename Body> Error copy_between_devices(Device to, Device from, Body&& body) {
     return run_entry_in_context([&] {
         Handle contexts[2] = {};

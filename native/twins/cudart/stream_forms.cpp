@@ -45,12 +45,12 @@ GDRKIT_STREAM_FORM(cudaStreamWaitEvent)(Handle stream, Handle event, unsigned fl
 }
 
 GDRKIT_STREAM_FORM(cudaStreamAddCallback)
-(Handle stream, void (*callback)(Handle, int, void*), void* user, unsigned flags) {
-    return call_in_context(&Driver::cuStreamAddCallback, resolve_stream(stream), callback, user, flags);
+(Handle stream, void (*callback)(Handle, int, void*), void* user_data, unsigned flags) {
+    return call_in_context(&Driver::cuStreamAddCallback, resolve_stream(stream), callback, user_data, flags);
 }
 
-GDRKIT_STREAM_FORM(cudaLaunchHostFunc)(Handle stream, void (*function)(void*), void* user) {
-    return call_in_context(&Driver::cuLaunchHostFunc, resolve_stream(stream), function, user);
+GDRKIT_STREAM_FORM(cudaLaunchHostFunc)(Handle stream, void (*function)(void*), void* user_data) {
+    return call_in_context(&Driver::cuLaunchHostFunc, resolve_stream(stream), function, user_data);
 }
 
 GDRKIT_STREAM_FORM(cudaEventRecord)(Handle event, Handle stream) {
@@ -77,6 +77,7 @@ GDRKIT_STREAM_FORM(cudaMallocFromPoolAsync)(void** pointer, std::size_t length_b
     });
 }
 
+// The last function before #endif has another name in CUDA 12, but the same body as in CUDA 13.
 #if GDRKIT_CUDART_MAJOR == 12
 GDRKIT_STREAM_FORM(cudaMemPrefetchAsync)(const void* pointer, std::size_t length_bytes, Device device, Handle stream) {
     return call_in_context(&Driver::cuMemPrefetchAsync, to_address(pointer), length_bytes, device,

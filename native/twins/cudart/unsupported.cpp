@@ -1,5 +1,5 @@
-// Functions that the twin does not implement: each prints one line on stderr, returns cudaErrorNotSupported, and has no
-// other effect.
+// Functions that the twin does not implement. Each call returns cudaErrorNotSupported. The first call of each function
+// also prints one line on stderr.
 #include "cudart/entry.hpp"
 
 namespace gdrkit::twin::cudart {
@@ -19,7 +19,7 @@ Error refuse_unsupported(const char* symbol) {
     Error symbol() {                                                                                                   \
         return refuse_unsupported(#symbol);                                                                            \
     }
-// The build writes this file from the contract of the library.
+// The build generates unsupported_functions.inc from the contract of the library (twins/contracts).
 #include "unsupported_functions.inc"
 
 } // namespace gdrkit::twin::cudart

@@ -32,14 +32,15 @@ struct Batch {
     std::condition_variable changed;
     unsigned capacity = 0;
     std::deque<IoParameters> pending;
-    std::optional<IoParameters> current; // dequeued by the worker; not started yet, as the fault plan may delay it
-    bool is_running = false;             // the worker is transferring the bytes of an entry
+    // The entry that the worker has dequeued but not started, because the fault plan may delay its start.
+    std::optional<IoParameters> dequeued_entry;
+    bool is_running = false; // the worker is transferring the bytes of an entry
     bool has_worker = false;
     std::deque<IoEvent> completed; // completed, not yet returned to the caller
 
     // The caller of these functions holds the lock.
     [[nodiscard]] std::size_t count_unfinished() const {
-        return pending.size() + (current ? 1 : 0) + (is_running ? 1 : 0);
+        return pending.size() + (dequeued_entry ? 1 : 0) + (is_running ? 1 : 0);
     }
     void finish(const IoParameters& parameters, IoStatus status, ssize_t result) {
         completed.push_back({parameters.cookie, status, static_cast<std::size_t>(result)});
@@ -78,18 +79,18 @@ Transfer make_transfer(const IoParameters& parameters) {
             parameters.batch.buffer_offset};
 }
 
-// Run the current entry, unless it is canceled while the fault plan delays it. The caller holds the lock, which this
-// function releases while it waits and transfers.
-void run_current(const BatchRef& batch, std::unique_lock<std::mutex>* lock) {
+// Run the dequeued entry, unless it is canceled while the fault plan delays it. The caller holds the lock, which
+// this function releases while it waits and transfers.
+void run_dequeued_entry(const BatchRef& batch, std::unique_lock<std::mutex>* lock) {
     lock->unlock();
     sleep_random_delay();
     const std::optional<int> injected_code = find_injected_fault("cufile.batch_io");
     lock->lock();
-    if (!batch->current) {
+    if (!batch->dequeued_entry) {
         return;
     }
-    const IoParameters parameters = *batch->current;
-    batch->current.reset();
+    const IoParameters parameters = *batch->dequeued_entry;
+    batch->dequeued_entry.reset();
     batch->is_running = true;
     lock->unlock();
     const ssize_t result = injected_code ? -*injected_code : execute_transfer(make_transfer(parameters));
@@ -101,9 +102,9 @@ void run_current(const BatchRef& batch, std::unique_lock<std::mutex>* lock) {
 void run_worker(const BatchRef& batch) {
     std::unique_lock lock(batch->mutex);
     while (!batch->pending.empty()) {
-        batch->current = batch->pending.front();
+        batch->dequeued_entry = batch->pending.front();
         batch->pending.pop_front();
-        run_current(batch, &lock);
+        run_dequeued_entry(batch, &lock);
     }
     batch->has_worker = false;
     count_operation(&StatsLevel1::batch_complete_ops, true);
@@ -111,9 +112,9 @@ void run_worker(const BatchRef& batch) {
 
 void cancel_waiting_entries(Batch* batch) {
     std::lock_guard lock(batch->mutex);
-    if (batch->current) {
-        batch->finish(*batch->current, io_canceled, 0);
-        batch->current.reset();
+    if (batch->dequeued_entry) {
+        batch->finish(*batch->dequeued_entry, io_canceled, 0);
+        batch->dequeued_entry.reset();
     }
     for (const IoParameters& parameters : batch->pending) {
         batch->finish(parameters, io_canceled, 0);
@@ -226,7 +227,8 @@ GDRKIT_CUFILE_ENTRY void cuFileBatchIODestroy(BatchHandle handle) {
         std::lock_guard lock(batch_table.mutex);
         const auto handle_value = reinterpret_cast<std::uint64_t>(handle);
         if (!ledger_remove(batch_ledger_kind, handle_value)) {
-            // The function returns no error code. NIXL destroys handles that it has never set up.
+            // The function returns no error code. The process must not end here, because NIXL destroys handles that it
+            // has never set up.
             std::fprintf(stderr, "gdrkit twin: cuFileBatchIODestroy(%p): not a batch handle, or already destroyed\n",
                          handle);
             return;

@@ -11,7 +11,7 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-// Values of CUpointer_attribute and CUmemorytype.
+// Values of CUpointer_attribute, CUmemorytype, CUresult and CUstream_flags.
 constexpr int attribute_context = 1;
 constexpr int attribute_memory_type = 2;
 constexpr int attribute_buffer_id = 7;

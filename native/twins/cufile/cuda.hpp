@@ -61,7 +61,7 @@ public:
     DeviceCopier(const DeviceCopier&) = delete;
     DeviceCopier& operator=(const DeviceCopier&) = delete;
     ~DeviceCopier();
-    // Copy the bytes and wait for the copy. Both functions throw CufileError.
+    // Copy the bytes and wait for the copy. Both functions throw CufileError if the driver refuses the copy.
     void copy_to_device(std::uint64_t target, const void* source, std::size_t length_bytes) const;
     void copy_from_device(void* target, std::uint64_t source, std::size_t length_bytes) const;
 

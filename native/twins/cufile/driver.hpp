@@ -28,7 +28,8 @@ void require_open_driver();
 // Return the number of calls of cuFileDriverGetProperties in this process.
 [[nodiscard]] std::uint64_t count_properties_calls();
 
-// An object that keeps the driver from being closed during a transfer, queued work of a stream or an unfinished batch.
+// An object that keeps the driver from being closed during its lifetime. A transfer has one while it runs, and a
+// transfer of a stream also while it is queued.
 class OperationInProgress {
 public:
     OperationInProgress();

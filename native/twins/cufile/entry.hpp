@@ -29,7 +29,7 @@ inline Error make_error(int status, int cuda_error = 0) {
     return {status, cuda_error};
 }
 
-// Run the body of an exported function that returns CUfileError_t. The body returns or throws CufileError.
+// Run the body of an exported function that returns CUfileError_t. The body throws CufileError to report a failure.
 template <typename Body> Error run_entry(std::string_view symbol, Body&& body) {
     try {
         if (const int code = take_injected_failure(symbol); code != 0) {

@@ -64,8 +64,8 @@ void check_file_system(int fd, dev_t device) {
 }
 
 Fd reopen(int fd, int flags) {
-    const std::string name = "/proc/self/fd/" + std::to_string(fd);
-    return Fd(open(name.c_str(), (flags & O_ACCMODE) | O_CLOEXEC));
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    return Fd(open(path.c_str(), (flags & O_ACCMODE) | O_CLOEXEC));
 }
 
 FileRef inspect_file(const Description* description) {

@@ -11,8 +11,8 @@
 namespace gdrkit::twin::cufile {
 
 struct File {
-    int fd = -1; // descriptor of the caller
-    dev_t device = 0;
+    int fd = -1;      // descriptor of the caller
+    dev_t device = 0; // device and inode tell whether `fd` still refers to the registered file
     ino_t inode = 0;
     bool is_direct = false; // the caller's descriptor was opened with O_DIRECT
     Fd buffered_fd;         // the same file without O_DIRECT, because the twin's transfers go through the host

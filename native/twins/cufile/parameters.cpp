@@ -27,18 +27,18 @@ struct Limits {
 // Defaults and limits of cuFile 1.15 on an H200; index: CUFileSizeTConfigParameter_t. A maximum of 0 means that the
 // real library derives the maximum from the GPU. The twin does not check such a maximum.
 constexpr Limits size_limits[size_parameter_count] = {
-    {0, 0, 3},
-    {128, 1, 256},
-    {4, 0, 32},
-    {1024, 4, 4294967295},
-    {4, 0, 8},
-    {16384, 64, 16384},
-    {131072, 0, 0},
-    {1024, 64, 16384},
-    {33554432, 64, 0},
-    {128, 1, 256},
-    {4, 4, 18014398509481980},
-    {5, 1, 1000},
+    {0, 0, 3},                 // profile_stats
+    {128, 1, 256},             // execution_max_io_queue_depth
+    {4, 0, 32},                // execution_max_io_threads
+    {1024, 4, 4294967295},     // execution_min_io_threshold_size_kb
+    {4, 0, 8},                 // execution_max_request_parallelism
+    {16384, 64, 16384},        // properties_max_direct_io_size_kb
+    {131072, 0, 0},            // properties_max_device_cache_size_kb
+    {1024, 64, 16384},         // properties_per_buffer_cache_size_kb
+    {33554432, 64, 0},         // properties_max_device_pinned_mem_size_kb
+    {128, 1, 256},             // properties_io_batchsize
+    {4, 4, 18014398509481980}, // pollthreshold_size_kb
+    {5, 1, 1000},              // properties_batch_io_timeout_ms
 };
 // Defaults; index: CUFileBoolConfigParameter_t.
 constexpr bool bool_defaults[bool_parameter_count] = {false, true, false, false, true};
@@ -69,31 +69,57 @@ std::optional<bool> read_bool_variable(const char* name) {
     return std::strcmp(text, "1") == 0 || std::strcmp(text, "true") == 0;
 }
 
+// Replace each comment by a space. JSON with comments has comments that end with the line (//) and comments between
+// /* and */. In a string, these signs begin no comment.
+std::string remove_comments(std::string_view text) {
+    std::string kept_text;
+    bool is_in_string = false;
+    while (!text.empty()) {
+        const bool is_line_comment = !is_in_string && text.starts_with("//");
+        std::size_t taken_bytes = 1;
+        if (is_line_comment || (!is_in_string && text.starts_with("/*"))) {
+            const auto end = is_line_comment ? text.find('\n') : text.find("*/", 2);
+            taken_bytes = end == std::string_view::npos ? text.size() : end + (is_line_comment ? 1 : 2);
+            kept_text += ' ';
+        } else {
+            if (is_in_string && text.front() == '\\') {
+                taken_bytes = std::min<std::size_t>(2, text.size());
+            } else if (text.front() == '"') {
+                is_in_string = !is_in_string;
+            }
+            kept_text += text.substr(0, taken_bytes);
+        }
+        text.remove_prefix(taken_bytes);
+    }
+    return kept_text;
+}
+
 // Return the text of cufile.json without comments.
 std::string read_configuration() {
     const char* const path = std::getenv("CUFILE_ENV_PATH_JSON");
     std::ifstream file(path == nullptr ? "/etc/cufile.json" : path);
-    std::string text, line;
-    while (std::getline(file, line)) {
-        text += line.substr(0, line.find("//"));
-        text += ' ';
-    }
-    return text;
+    return remove_comments(std::string(std::istreambuf_iterator<char>(file), {}));
 }
 
 // Return the value of a key in cufile.json, or an empty text. A text search is enough, because the twin reads only
 // numbers and flags, whose keys occur once in the file.
 std::string find_json_value(std::string_view text, std::string_view key) {
+    constexpr std::string_view spaces = " \t\r\n";
     const std::string quoted_key = "\"" + std::string(key) + "\"";
-    const auto entry = text.find(quoted_key);
-    if (entry == std::string_view::npos) {
-        return "";
+    auto entry = text.find(quoted_key);
+    while (entry != std::string_view::npos) {
+        text.remove_prefix(entry + quoted_key.size());
+        const auto colon = text.find_first_not_of(spaces);
+        // A string that no colon follows is a value.
+        if (colon != std::string_view::npos && text[colon] == ':') {
+            const auto begin = text.find_first_not_of(spaces, colon + 1);
+            return begin == std::string_view::npos
+                       ? ""
+                       : std::string(text.substr(begin, text.find_first_of(" \t\r\n,}", begin) - begin));
+        }
+        entry = text.find(quoted_key);
     }
-    const auto begin = text.find_first_not_of(" \t:", entry + quoted_key.size());
-    if (begin == std::string_view::npos) {
-        return "";
-    }
-    return std::string(text.substr(begin, text.find_first_of(" \t,}", begin) - begin));
+    return "";
 }
 
 // Return the value that a call has set, else the environment variable, else the value in the file, else the default.
@@ -111,6 +137,7 @@ bool resolve_bool(const std::optional<bool>& value_of_call, const char* variable
 template <typename Value>
 Error get_parameter(std::string_view symbol, Value* value, int index, int count, Value (*read_value)(int)) {
     return run_entry(symbol, [&] {
+        // Only the bool parameters have the count bool_parameter_count.
         if (value == nullptr || index < 0 || index >= count ||
             (count == bool_parameter_count && index == removed_bool_parameter)) {
             throw CufileError{invalid_value};

@@ -24,9 +24,11 @@ enum BoolParameter { bool_poll_mode = 0, bool_allow_compat = 1, bool_force_compa
 // Determine the effective settings when the driver opens. A value that was set by a call overrides the environment
 // variable, which overrides cufile.json (CUFILE_ENV_PATH_JSON).
 CompatModes apply_parameters();
-// Return the value of a parameter. While the driver is closed, it is the value that takes effect when the driver opens.
+// Return the value that a call has set, or the default. The environment and cufile.json have an effect on the returned
+// value only for the two compat parameters, and only after apply_parameters().
 std::size_t get_size_parameter(int index);
 bool get_bool_parameter(int index);
+// Set a parameter. Throw CufileError (invalid_value) if a size is outside its limits.
 void set_size_parameter(int index, std::size_t value);
 void set_bool_parameter(int index, bool value);
 

@@ -224,7 +224,7 @@ void set_default_level(int level) {
     std::lock_guard lock(all_statistics.mutex);
     if (!all_statistics.is_level_set_by_call && level >= 0 && level <= max_level) {
         all_statistics.level = level;
-        // A level from the environment or the file starts counting at once, without cuFileStatsStart.
+        // A level from the environment or cufile.json starts counting at once, without cuFileStatsStart.
         all_statistics.is_started = level > 0;
     }
 }

@@ -38,6 +38,7 @@ RouteChoice choose_route(const Transfer& transfer, const File& file, const Memor
     const Route supported_route =
         static_cast<Route>(find_injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));
     const CompatModes compat_modes = get_compat_modes();
+    // A low bit of the combination is set if an offset or the length is unaligned.
     const auto combined_bits = static_cast<std::uint64_t>(transfer.file_offset) |
                                static_cast<std::uint64_t>(transfer.buffer_offset) | transfer.length_bytes;
     RouteChoice choice;

@@ -28,7 +28,8 @@ struct Transfer {
     std::size_t length_bytes = 0;
     off_t file_offset = 0;
     off_t buffer_offset = 0;
-    // The range of a transfer of another stream with the same memory that was unfinished when this transfer was queued.
+    // If another stream had an unfinished transfer with the same memory when this transfer was queued, the range of
+    // that other transfer.
     std::optional<TransferRange> concurrent_range = std::nullopt;
     // The value of count_properties_calls() when this transfer was queued on a stream.
     std::uint64_t properties_call_count = 0;

@@ -65,7 +65,7 @@ def ledger(api: str) -> dict[str, object] | None:
 
 
 def set_faults(api: str, plan: str) -> None:
-    """Replace the fault plan of the loaded twin of `api` and restart its call counts at 1.
+    """Replace the fault plan of the loaded twin of `api`. The next call of each function is call 1 of the new plan.
 
     Raises
     ------

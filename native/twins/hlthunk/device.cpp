@@ -22,7 +22,8 @@ namespace {
 constexpr std::uint64_t gib = std::uint64_t{1} << 30;
 constexpr std::uint64_t mib = std::uint64_t{1} << 20;
 
-// Addresses and sizes are taken from the kernel driver. Only the page size of Gaudi 3 is invented.
+// The values are in the order of the members of Properties. Addresses and sizes are taken from the kernel driver. Only
+// the page size of Gaudi 3 is invented.
 constexpr Properties generations[] = {
     {gaudi1, pci_id_gaudi1, "HL205", false, 0x20000000, 0x20000000 + 512 * mib, 32 * gib, 2 * mib, 0, 0x1000000000000},
     {DeviceName::gaudi2, pci_id_gaudi2, "HL225", true, 0x1001000000000000, 0x1001000000000000 + 48 * mib, 96 * gib,

@@ -10,7 +10,7 @@
 namespace gdrkit::twin::gaudi {
 namespace {
 
-constexpr unsigned smallest_page_order = 21, largest_page_order = 30;
+constexpr unsigned smallest_page_order = 21, largest_page_order = 30; // pages of 2 MiB to 1 GiB
 
 unsigned long long to_ull(std::uint64_t value) {
     return value;

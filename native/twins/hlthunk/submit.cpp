@@ -108,6 +108,7 @@ int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copie
     if (properties().has_virtual_memory && (chunk.cs_chunk_flags & chunk_user_buffer) == 0) {
         return EINVAL;
     }
+    // The smallest packet is a header of 8 bytes.
     if (chunk.cb_size < 8 || chunk.cb_size > max_buffer_bytes) {
         return EINVAL;
     }

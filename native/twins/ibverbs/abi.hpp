@@ -1,4 +1,4 @@
-// The binary interface that the twin implements: the real verbs header, made visible to the linker, and static
+// The binary interface that the twin implements: the real verbs header, whose functions the twin exports, and static
 // assertions of the layouts that the twin relies on.
 #pragma once
 

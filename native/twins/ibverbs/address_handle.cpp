@@ -36,6 +36,7 @@ int find_gid_index(const Device& device, const ibv_gid& gid, ibv_gid_type type) 
     return fail_minus1(EINVAL);
 }
 
+// Return the IPv4-mapped IPv6 address (::ffff:a.b.c.d), which is the GID of an IPv4 address.
 ibv_gid make_ipv4_gid(std::uint32_t address) {
     ibv_gid gid{};
     gid.raw[10] = gid.raw[11] = 0xff;

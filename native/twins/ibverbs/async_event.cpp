@@ -1,5 +1,5 @@
-// Asynchronous events of a device context: the functions by which queue pairs and completion queues raise them,
-// ibv_get_async_event and ibv_ack_async_event.
+// Asynchronous events of a device context: the functions with which queue pairs, shared receive queues and completion
+// queues raise them, and ibv_get_async_event and ibv_ack_async_event.
 
 #include "ibverbs/completion.hpp"
 #include "ibverbs/context.hpp"

@@ -20,8 +20,8 @@ class BounceBuffer {
 public:
     // Create a buffer. Return nullptr and set errno on failure.
     static std::unique_ptr<BounceBuffer> make(std::size_t size_bytes);
-    // Map a buffer that another process created. Return nullptr and set errno on failure; EINVAL if the memfd does not
-    // have `size_bytes` bytes, or if no seals prevent a change of its size.
+    // Map a buffer that another process created. Return nullptr and set errno on failure; EINVAL if the size of the
+    // memfd is not `size_bytes`, or if it is not sealed against changes of its size.
     static std::unique_ptr<BounceBuffer> adopt(Fd fd, std::size_t size_bytes);
     ~BounceBuffer();
     BounceBuffer(const BounceBuffer&) = delete;

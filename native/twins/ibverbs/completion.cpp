@@ -1,5 +1,5 @@
-// Completion queues: queue pairs push completions and the client polls them. Also ibv_create_cq, ibv_resize_cq and
-// ibv_destroy_cq. Extended queues are in extended_completion.cpp.
+// Completion queues: queue pairs push completions and the client polls them. This file also implements ibv_create_cq,
+// ibv_resize_cq and ibv_destroy_cq. Extended queues are in extended_completion.cpp.
 
 #include "ibverbs/completion.hpp"
 
@@ -57,7 +57,7 @@ bool CompletionQueue::push_one(const Completion& completion) {
     }
     completions_.push_back(completion);
     if (options_.has_timestamps) {
-        completions_.back().device_cycles = device_clock_cycles();
+        completions_.back().device_cycles = read_device_cycles();
         completions_.back().wallclock_ns = read_clock_ns(CLOCK_REALTIME);
     }
     return true;
@@ -66,12 +66,12 @@ bool CompletionQueue::push_one(const Completion& completion) {
 // Remove the first completion and free the slots that it covers. The caller holds the lock.
 void CompletionQueue::pop_first() {
     const Completion& first = completions_.front();
-    first.work_queue_slots->used -= first.freed_slot_count;
+    first.work_queue_slots->used_count -= first.freed_slot_count;
     completions_.pop_front();
     has_completions_or_overrun_ = !completions_.empty();
 }
 
-// Let the queue pairs of an empty queue progress, and return whether it is still empty.
+// If the queue is empty, let its queue pairs make progress. Return whether the queue is still empty.
 bool CompletionQueue::is_empty_after_progress() {
     if (!has_completions_or_overrun_) {
         progress();
@@ -118,8 +118,8 @@ int CompletionQueue::take(Completion* completion) {
 int CompletionQueue::resize(std::size_t capacity) {
     std::unique_lock lock(mutex_);
     // Soft-RoCE carries out many requests in the call that posts them, so the check below sees their completions. In
-    // the twin, threads carry the requests out later. Give the threads time: if the twin accepted a smaller size too
-    // early, their completions would overrun the queue.
+    // the twin, threads carry the requests out later. Give the threads up to 20 ms: if the twin accepted a smaller size
+    // too early, their completions would overrun the queue.
     for (int tries = 0; tries < 20 && capacity < capacity_ && completions_.size() <= capacity; ++tries) {
         lock.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -180,8 +180,8 @@ void CompletionQueue::drop_completions_of(std::uint32_t qp_num) {
         if (completion.wc.qp_num != qp_num) {
             return false;
         }
-        // A shared receive queue outlives the queue pair.
-        completion.work_queue_slots->used -= completion.freed_slot_count;
+        // Free the slots, because a shared receive queue outlives the queue pair.
+        completion.work_queue_slots->used_count -= completion.freed_slot_count;
         return true;
     });
 }

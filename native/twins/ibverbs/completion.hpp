@@ -18,7 +18,7 @@ namespace gdrkit::twin::verbs {
 // The number of used slots of a send or receive queue. A slot becomes free when the completion that covers it is
 // polled, not earlier. Hardware behaves the same: a send queue of unsignaled requests fills up.
 struct WorkQueueSlots {
-    std::atomic<std::uint32_t> used{0};
+    std::atomic<std::uint32_t> used_count{0};
 };
 
 struct Completion {
@@ -110,7 +110,7 @@ private:
     std::deque<Completion> completions_;
     Armed armed_ = Armed::no;
     bool has_overrun_ = false;
-    std::mutex polled_works_mutex_; // is locked before the lock of a queue pair
+    std::mutex polled_works_mutex_; // a thread that also locks a queue pair locks this mutex first
     std::vector<PolledWork*> polled_works_;
     // Lets poll() return 0 without the lock while there is nothing to report.
     std::atomic<bool> has_completions_or_overrun_{false};
@@ -127,7 +127,7 @@ struct CompletionQueueHandle {
     std::binary_semaphore poll_lock{1};
     bool is_in_extended_poll = false;
     // The completion that the read functions of the extended queue describe.
-    Completion current;
+    Completion current_completion;
 };
 
 inline CompletionQueueHandle* get_cq_handle(ibv_cq* cq) {

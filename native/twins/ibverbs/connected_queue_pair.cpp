@@ -75,8 +75,8 @@ int ConnectedQueuePair::open() {
     return 0;
 }
 
-// Draw a queue pair number that is free at this device's GID, and listen for peers on this machine. On the TCP fabric,
-// the low 16 bits of the number are the port on which the pair listens for peers on other machines.
+// Choose a random queue pair number that is free at this device's GID, and listen for peers on this machine. On the TCP
+// fabric, the low 16 bits of the number are the port on which the pair listens for peers on other machines.
 int ConnectedQueuePair::listen() {
     int listener = -EADDRINUSE;
     while (listener == -EADDRINUSE) {
@@ -89,6 +89,7 @@ int ConnectedQueuePair::listen() {
                 return -remote_listener;
             }
             remote_listener_ = Fd(remote_listener);
+            // The upper 8 bits are random, but not 0xff, so that the number is never 0xffffff.
             qp_num_ = static_cast<std::uint32_t>(random_u64() % 0xff) << 16 | port;
         }
         listener = listen_on(wire::make_socket_name(context_->device->gid, qp_num_));
@@ -148,10 +149,10 @@ void ConnectedQueuePair::drop_completions() {
     }
 }
 
-void ConnectedQueuePair::shut_down_connections(const Lock& lock, const Connection* except) {
+void ConnectedQueuePair::shut_down_connections(const Lock& lock, const Connection* spared_connection) {
     revoke_grants(lock);
     for (Connection& connection : connections_) {
-        if (&connection != except) {
+        if (&connection != spared_connection) {
             shut_down_socket(connection.socket);
         }
     }
@@ -163,7 +164,7 @@ bool ConnectedQueuePair::no_connection_serves() const {
 }
 
 void ConnectedQueuePair::notify_change(const Lock&) {
-    changed_.notify_all();
+    state_changed_.notify_all();
     has_pending_change_ = true;
     if (is_requester_asleep_) {
         is_requester_asleep_ = false;
@@ -171,20 +172,20 @@ void ConnectedQueuePair::notify_change(const Lock&) {
     }
 }
 
-void ConnectedQueuePair::enter_error(const Lock& lock, const Connection* except) {
+void ConnectedQueuePair::enter_error(const Lock& lock, const Connection* spared_connection) {
     if (state_ == IBV_QPS_RESET) {
         return;
     }
     must_raise_last_wqe_ |= shared_receive_queue_ != nullptr && state_ != IBV_QPS_ERR;
     state_ = IBV_QPS_ERR;
     shut_down_socket(peer_socket_);
-    shut_down_connections(lock, except);
+    shut_down_connections(lock, spared_connection);
     notify_change(lock);
 }
 
-void ConnectedQueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* except) {
+void ConnectedQueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* spared_connection) {
     if (state_ != IBV_QPS_ERR && state_ != IBV_QPS_RESET) {
-        enter_error(lock, except);
+        enter_error(lock, spared_connection);
         raise(event);
     }
 }
@@ -196,6 +197,8 @@ void ConnectedQueuePair::push_completions(const Lock& lock) {
     unpushed_completions_.clear();
 }
 
+// Queue the completion of a send request for push_completions. A successful unsignaled request has no completion; the
+// next completion frees its slot.
 void ConnectedQueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_status status) {
     if (status == IBV_WC_SUCCESS && !work.is_signaled) {
         ++unsignaled_count_;
@@ -213,18 +216,18 @@ void ConnectedQueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc
     unpushed_completions_.push_back(std::move(completion));
 }
 
-void ConnectedQueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, SharedReceiveQueue* source,
-                                          ibv_wc wc, bool solicited) {
+void ConnectedQueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, SharedReceiveQueue* shared_queue,
+                                          ibv_wc wc, bool is_solicited) {
     Completion completion;
     completion.wc = wc;
     completion.wc.wr_id = work.wr_id;
     completion.wc.qp_num = qp_num_;
     completion.wc.src_qp = attr_.dest_qp_num;
-    completion.is_solicited = solicited;
-    completion.work_queue_slots = source != nullptr ? source->slots() : receive_queue_slots_;
+    completion.is_solicited = is_solicited;
+    completion.work_queue_slots = shared_queue != nullptr ? shared_queue->slots() : receive_queue_slots_;
     completion.freed_slot_count = 1;
-    const bool has_own_queue = source != nullptr && source->completion_queue() != nullptr;
-    CompletionQueue& queue = has_own_queue ? *source->completion_queue() : *receive_queue_;
+    const bool has_own_queue = shared_queue != nullptr && shared_queue->completion_queue() != nullptr;
+    CompletionQueue& queue = has_own_queue ? *shared_queue->completion_queue() : *receive_queue_;
     if (!queue.push({&completion, 1})) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);
     }

@@ -4,8 +4,8 @@
 //
 // The requester thread sends the posted send requests in order, and flushes both queues when the pair is in the error
 // state. The acceptor thread accepts connections of peers, and a responder thread serves each connection. All threads
-// are joined when the pair is destroyed. A child made by fork() has none of these threads. A process that uses verbs
-// must therefore be started by exec.
+// are joined when the pair is destroyed. A child made by fork() has none of these threads. A child process must
+// therefore call exec before it uses verbs.
 #pragma once
 
 #include <poll.h>
@@ -46,7 +46,8 @@ public:
           xrc_domain_(std::move(xrc_domain)) {}
     ~ConnectedQueuePair() override;
 
-    // Draw a queue pair number that is free at this device's GID, listen on its socket name, and start the threads.
+    // Choose a random queue pair number that is free at this device's GID, listen on its socket name, and start the
+    // threads. Return 0 or an errno.
     int open() override;
     void close() override;
     int modify(const ibv_qp_attr& attr, int attr_mask) override;
@@ -77,7 +78,7 @@ private:
     struct IncomingMessage {
         ReceiveWork work;
         // The shared receive queue that the request comes from; nullptr if it is the pair's own queue.
-        std::shared_ptr<SharedReceiveQueue> source;
+        std::shared_ptr<SharedReceiveQueue> shared_queue;
         bool is_active = false; // false: no message is incomplete, and the other members have no meaning
         std::uint64_t message_bytes = 0;
         std::uint64_t arrived_bytes = 0;
@@ -85,7 +86,7 @@ private:
         // response was published.
         std::optional<ibv_wc> completion;
         bool is_solicited = false;
-        // The next chunks of a send belong to a message that was dropped.
+        // True while further chunks of a dropped message may arrive.
         bool is_dropped = false;
     };
 
@@ -105,13 +106,14 @@ private:
         std::uint32_t pipe_pages;
     };
 
-    // Progress of the send queue. Only the thread that works for the requester reads and writes this state.
+    // Progress of the send queue. Only its owner uses it: the requester thread, or the application's thread that has
+    // borrowed it (is_borrowed_).
     struct RequesterState {
         // Send requests in posted order: not started; started (all but the last are completely submitted); finished.
-        Fifo<SendWork> queued, started, finished;
-        Fifo<InFlightChunk> in_flight;
-        // Numbers of chunks in the request ring since the connection began: submitted to the ring, published to the
-        // peer, and answered by responses that were handled. Each chunk is one wire::Request.
+        Fifo<SendWork> queued_sends, started_sends, finished_sends;
+        Fifo<InFlightChunk> chunks_in_flight;
+        // Counts of chunks since the connection began: written to the request ring, published to the peer, and answered
+        // by responses that were handled. Each chunk is one wire::Request.
         std::uint32_t submitted_count = 0, published_count = 0, handled_count = 0;
         std::uint64_t unpublished_bytes = 0;
         std::uint32_t pipe_pages_used = 0;
@@ -130,17 +132,18 @@ private:
         bool may_get_rnr = false;
         // Number of reads and atomic requests that are started and not finished. A fenced request waits until it is 0.
         unsigned pending_data_response_count = 0;
+        // Time at which a chunk that got an RNR response is submitted again.
         std::optional<Clock::time_point> retry_at;
         // Local failure of the last started request. It is reported after all earlier requests have finished.
         std::optional<ibv_wc_status> local_error;
         // Status with which the first started request failed.
         std::optional<ibv_wc_status> error;
-        // Time of the last response, or of the submission that made in_flight non-empty, whichever is later.
+        // Time of the last response, or of the submission that made chunks_in_flight non-empty, whichever is later.
         Clock::time_point last_response;
         bool is_peer_gone = false;
         // Time at which a direct copy last checked that the connection is open.
         Clock::time_point last_peer_check;
-        // Number of bytes that this send turn has copied without the responder.
+        // Number of bytes that the current send turn (run_send_turn) has copied without the responder.
         std::uint64_t copied_bytes = 0;
     };
 
@@ -148,21 +151,21 @@ private:
 
     // State (connected_queue_pair.cpp, connected_queue_pair_modify.cpp). A `Lock` parameter must hold mutex_.
 
-    // Enter the state ERR and shut down all connections. `except` (may be null) is left open, so that its responder
-    // thread can still send the response to the request that failed.
-    void enter_error(const Lock& lock, const Connection* except);
+    // Enter the state ERR and shut down all connections. `spared_connection` (may be null) is left open, so that its
+    // responder thread can still send the response to the request that failed.
+    void enter_error(const Lock& lock, const Connection* spared_connection);
     // Like enter_error, and raise an asynchronous event.
-    void fail(const Lock& lock, ibv_event_type event, const Connection* except);
+    void fail(const Lock& lock, ibv_event_type event, const Connection* spared_connection);
     void reset(Lock* lock);
     int listen();
     void apply_attributes(const ibv_qp_attr& attr, int attr_mask);
     void complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status);
-    void complete_receive(const Lock& lock, const ReceiveWork& work, SharedReceiveQueue* source, ibv_wc wc,
-                          bool solicited);
+    void complete_receive(const Lock& lock, const ReceiveWork& work, SharedReceiveQueue* shared_queue, ibv_wc wc,
+                          bool is_solicited);
     void drop_completions();
     void raise(ibv_event_type event);
     void push_completions(const Lock& lock);
-    void shut_down_connections(const Lock& lock, const Connection* except);
+    void shut_down_connections(const Lock& lock, const Connection* spared_connection);
     [[nodiscard]] bool no_connection_serves() const;
     [[nodiscard]] bool can_receive_requests() const {
         return state_ == IBV_QPS_RTR || state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD;
@@ -253,7 +256,7 @@ private:
     void serve_requests(Connection* connection, Link* link, IncomingMessage* incoming);
     std::optional<std::uint32_t> serve_write_batch(Connection* connection, Link* link, std::uint32_t first_number,
                                                    std::uint32_t end_number, const IncomingMessage& incoming);
-    bool serve_request(Connection* connection, Link* link, std::uint32_t number, IncomingMessage* incoming);
+    bool serve_request(Connection* connection, Link* link, std::uint32_t request_number, IncomingMessage* incoming);
     wire::Response execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
                            const Connection& connection);
     static RegionError write_payload(const wire::Request& request, std::uint64_t address, Region* region, Link* link);
@@ -269,7 +272,7 @@ private:
     wire::Response fail_request(RegionError error, const Connection& connection);
     [[nodiscard]] bool permits(unsigned required_access);
     [[nodiscard]] bool permits(const Lock& lock, unsigned required_access) const;
-    std::optional<ReceiveWork> take_receive(const Lock& lock, SharedReceiveQueue* source);
+    std::optional<ReceiveWork> take_receive(const Lock& lock, SharedReceiveQueue* shared_queue);
     bool consume_receive(IncomingMessage* incoming);
     void return_receive(IncomingMessage* incoming, const Connection& connection);
     void drop_message(const wire::Request& request, IncomingMessage* incoming, const Connection& connection);
@@ -289,7 +292,7 @@ private:
 
     const std::shared_ptr<XrcDomain> xrc_domain_;
     std::mutex mutex_;
-    std::condition_variable changed_;
+    std::condition_variable state_changed_;
     ibv_qp_state state_ = IBV_QPS_RESET;
     ibv_qp_attr attr_ = make_initial_attributes();
     // Number of resets. Work that started before a reset must not complete after it.
@@ -297,7 +300,7 @@ private:
     bool is_closing_ = false;          // close() was called
     bool is_sending_ = false;          // requests were dequeued and are not finished
     bool is_flushing_ = false;         // the requester thread is about to flush both queues
-    bool must_raise_last_wqe_ = false; // raise IBV_EVENT_QP_LAST_WQE_REACHED when no incoming message is incomplete
+    bool must_raise_last_wqe_ = false; // raise IBV_EVENT_QP_LAST_WQE_REACHED when incoming_message_count_ is 0
     bool must_raise_drained_ = false;  // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
     int incoming_message_count_ = 0;   // number of connections with an incomplete incoming message
     Fifo<SendWork> posted_sends_;

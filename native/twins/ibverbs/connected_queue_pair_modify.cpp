@@ -27,7 +27,7 @@ int ConnectedQueuePair::modify(const ibv_qp_attr& attr, int mask) {
     if (new_state == IBV_QPS_ERR) {
         enter_error(lock, nullptr);
         // Wait, so that the pair moves no data after the call has returned.
-        changed_.wait(lock, [this] { return no_connection_serves() && !is_sending_; });
+        state_changed_.wait(lock, [this] { return no_connection_serves() && !is_sending_; });
         return 0;
     }
     apply_attributes(attr, attr_mask);
@@ -49,7 +49,8 @@ void ConnectedQueuePair::reset(Lock* lock) {
     }
     shut_down_connections(*lock, nullptr);
     notify_change(*lock);
-    changed_.wait(*lock, [this] { return no_connection_serves() && !is_sending_ && !is_flushing_; });
+    // After this wait, no other thread uses the requests, so that they can be discarded.
+    state_changed_.wait(*lock, [this] { return no_connection_serves() && !is_sending_ && !is_flushing_; });
     disconnect(*lock);
     requester_state_ = {};
     posted_sends_.clear();

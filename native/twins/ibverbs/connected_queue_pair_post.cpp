@@ -15,7 +15,7 @@ int check_send(ibv_qp_type type, const ibv_send_wr& wr, const ibv_qp_cap& cap, s
         return EOPNOTSUPP;
     }
     const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
-    // An unreliable pair returns no data.
+    // An unreliable pair (UC) gets no data back from its peer, so it has neither reads nor atomic operations.
     const bool is_valid =
         (type != IBV_QPT_UC || carries_data(wr.opcode) || changes_keys(wr.opcode)) &&
         (wr.send_flags & ~(IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE)) == 0 &&
@@ -65,12 +65,12 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
     }
     wr = list;
     for (SendWork& work : prepared_sends) {
-        if (send_queue_slots_->used >= init_attr_.cap.max_send_wr) {
+        if (send_queue_slots_->used_count >= init_attr_.cap.max_send_wr) {
             *bad_wr = wr;
             error = ENOMEM;
             break;
         }
-        ++send_queue_slots_->used;
+        ++send_queue_slots_->used_count;
         posted_sends_.push_back(std::move(work));
         wr = wr->next;
     }
@@ -82,7 +82,7 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
 
 std::uint32_t ConnectedQueuePair::count_free_send_slots() {
     Lock lock(mutex_);
-    return init_attr_.cap.max_send_wr - send_queue_slots_->used;
+    return init_attr_.cap.max_send_wr - send_queue_slots_->used_count;
 }
 
 int ConnectedQueuePair::post_receive(const ibv_recv_wr& wr) {
@@ -95,10 +95,10 @@ int ConnectedQueuePair::post_receive(const ibv_recv_wr& wr) {
     if (state_ == IBV_QPS_RESET) {
         return EINVAL;
     }
-    if (receive_queue_slots_->used >= init_attr_.cap.max_recv_wr) {
+    if (receive_queue_slots_->used_count >= init_attr_.cap.max_recv_wr) {
         return ENOMEM;
     }
-    ++receive_queue_slots_->used;
+    ++receive_queue_slots_->used_count;
     posted_receives_.push_back(to_receive_work(wr));
     if (state_ == IBV_QPS_ERR) {
         notify_change(lock);

@@ -72,7 +72,8 @@ ibv_context* ibv_open_device(ibv_device* device) {
     ibv_context& public_context = context->extended.context;
     public_context.device = device;
     public_context.abi_compat = __VERBS_ABI_IS_EXTENDED;
-    // The twin has no kernel driver. Programs may duplicate the descriptor of /dev/null, but a write or ioctl fails.
+    // With hardware, cmd_fd is the device file of the kernel driver. The twin has no driver and opens /dev/null: a
+    // program can duplicate the descriptor, but a write or an ioctl fails.
     public_context.cmd_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (public_context.cmd_fd < 0) {
         return fail_null(errno);
@@ -100,7 +101,8 @@ int ibv_close_device(ibv_context* public_context) {
     close(public_context->cmd_fd);
     public_context->cmd_fd = -1;
     // As in rdma-core, a device can be closed while it has objects (man ibv_close_device), and perftest does so. The
-    // objects refer to the context, so its memory stays allocated. The ledger still lists the objects.
+    // objects refer to the context, so its memory stays allocated. The ledger (model/ledger.hpp) still lists the
+    // objects.
     if (context->child_count == 0) {
         quarantine(std::shared_ptr<Context>(context));
     }

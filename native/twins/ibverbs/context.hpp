@@ -66,6 +66,6 @@ int post_srq_receive(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 
 // Fill both tables of operations with functions that fail with EOPNOTSUPP. The caller then sets the implemented
 // entries.
-void fill_unsupported(verbs_context* extended);
+void fill_unsupported(verbs_context* context);
 
 } // namespace gdrkit::twin::verbs

@@ -72,7 +72,7 @@ std::optional<int> CudaDriver::find_device_of_address(std::uint64_t address) con
     return device;
 }
 
-std::optional<std::uint64_t> CudaDriver::buffer_id(std::uint64_t address) const {
+std::optional<std::uint64_t> CudaDriver::query_buffer_id(std::uint64_t address) const {
     unsigned long long id = 0;
     if (cuPointerGetAttribute(&id, attribute_buffer_id, address) != 0) {
         return std::nullopt;

@@ -1,4 +1,4 @@
-// The functions of the CUDA driver by which the verbs twin accesses device memory. The twin never loads the driver,
+// The functions of the CUDA driver with which the verbs twin accesses device memory. The twin never loads the driver,
 // because a process that has not loaded it has no device memory. The declarations are copied from cuda.h, so that the
 // build does not need that header.
 #pragma once
@@ -24,7 +24,7 @@ public:
     [[nodiscard]] std::optional<int> find_device_of_address(std::uint64_t address) const;
     // Return the buffer id of the allocation at this address. If the memory is freed and the address is reused, the new
     // allocation has another id.
-    [[nodiscard]] std::optional<std::uint64_t> buffer_id(std::uint64_t address) const;
+    [[nodiscard]] std::optional<std::uint64_t> query_buffer_id(std::uint64_t address) const;
     // Return the end of the allocation (for VMM memory: of the mapping) that contains the address; nullopt if the
     // driver does not report it.
     [[nodiscard]] std::optional<std::uint64_t> find_allocation_end(std::uint64_t address) const;

@@ -58,8 +58,9 @@ public:
               std::size_t size_bytes) override;
 
 private:
+    // Find the allocations that the region covers. Return 0, or EINVAL if a part of the region is not device memory.
     int find_allocations();
-    int copy(std::uint64_t offset, std::byte* host, std::size_t size_bytes, bool to_device);
+    int copy(std::uint64_t offset, std::byte* host_address, std::size_t size_bytes, bool to_device);
     [[nodiscard]] bool are_allocations_unchanged(std::uint64_t begin, std::uint64_t end) const;
     // Allocate detached_memory_ if memory in the range was freed. Return 0 or an errno.
     int detach_if_freed(std::uint64_t offset, std::size_t size_bytes);
@@ -91,14 +92,14 @@ CudaMemory::~CudaMemory() {
 int CudaMemory::find_allocations() {
     const std::uint64_t end = address_ + length_bytes_;
     for (std::uint64_t begin = address_; begin < end;) {
-        const auto id = driver_.buffer_id(begin);
+        const auto id = driver_.query_buffer_id(begin);
         if (!driver_.is_device_memory(begin) || !id) {
             return EINVAL;
         }
         // Some drivers do not report where a VMM mapping ends. Then the last byte of the region must belong to the same
         // allocation.
         const std::uint64_t allocation_end = std::min(driver_.find_allocation_end(begin).value_or(end), end);
-        if (driver_.buffer_id(allocation_end - 1) != id) {
+        if (driver_.query_buffer_id(allocation_end - 1) != id) {
             return EINVAL;
         }
         allocations_.push_back({begin, allocation_end, *id});
@@ -139,7 +140,7 @@ int CudaMemory::open() {
 
 bool CudaMemory::are_allocations_unchanged(std::uint64_t begin, std::uint64_t end) const {
     for (const AllocationRange& range : allocations_) {
-        if (range.begin < end && begin < range.end && driver_.buffer_id(range.begin) != range.buffer_id) {
+        if (range.begin < end && begin < range.end && driver_.query_buffer_id(range.begin) != range.buffer_id) {
             return false;
         }
     }
@@ -159,13 +160,14 @@ int CudaMemory::detach_if_freed(std::uint64_t offset, std::size_t size_bytes) {
     return 0;
 }
 
-int CudaMemory::copy(std::uint64_t offset, std::byte* host, std::size_t size_bytes, bool to_device) {
+int CudaMemory::copy(std::uint64_t offset, std::byte* host_address, std::size_t size_bytes, bool to_device) {
     const CurrentContext current_context(driver_, context_);
     if (!current_context) {
         return EIO;
     }
-    const int copy_result = to_device ? driver_.cuMemcpyHtoDAsync_v2(address_ + offset, host, size_bytes, stream_)
-                                      : driver_.cuMemcpyDtoHAsync_v2(host, address_ + offset, size_bytes, stream_);
+    const int copy_result = to_device
+                                ? driver_.cuMemcpyHtoDAsync_v2(address_ + offset, host_address, size_bytes, stream_)
+                                : driver_.cuMemcpyDtoHAsync_v2(host_address, address_ + offset, size_bytes, stream_);
     return copy_result == 0 && driver_.cuStreamSynchronize(stream_) == 0 ? 0 : EIO;
 }
 

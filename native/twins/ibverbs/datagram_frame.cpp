@@ -1,4 +1,5 @@
-// Checks received datagram frames, and makes socket names and the network header in front of a received payload.
+// Checks received datagram frames, makes the names of the datagram sockets, and makes the network header (GRH) that
+// precedes a received payload.
 
 #include "ibverbs/datagram_frame.hpp"
 
@@ -14,6 +15,8 @@ namespace gdrkit::twin::verbs {
 namespace {
 
 constexpr std::uint8_t roce_v1_next_header = 0x1b;
+// Sizes of the parts of a RoCE packet beside the network header and the payload: UDP header (RoCE v2 only), base
+// transport header (BTH), datagram extended transport header (DETH), immediate data, and invariant CRC.
 constexpr std::size_t udp_header_bytes = 8, base_header_bytes = 12, datagram_header_bytes = 8, immediate_bytes = 4,
                       checksum_bytes = 4;
 static_assert(sizeof(iphdr) == 20);
@@ -76,6 +79,7 @@ bool is_ipv4_gid(const ibv_gid& gid) {
     return std::memcmp(gid.raw, prefix, sizeof prefix) == 0;
 }
 
+// Return whether the GID is an IPv6 multicast address (ff00::/8) or an IPv4 one (224.0.0.0/4).
 bool is_multicast_gid(const ibv_gid& gid) {
     return gid.raw[0] == 0xff || (is_ipv4_gid(gid) && (gid.raw[12] & 0xf0) == 0xe0);
 }
@@ -103,6 +107,7 @@ std::string make_multicast_socket_name(const ibv_gid& group, unsigned member_ind
 std::array<std::byte, grh_bytes> make_network_header(const DatagramHeader& header) {
     std::array<std::byte, grh_bytes> bytes{};
     if (header.is_roce_v2 != 0 && is_ipv4_gid(header.source_gid) && is_ipv4_gid(header.destination_gid)) {
+        // The IPv4 header is in the last 20 of the 40 bytes.
         const iphdr ipv4 = make_ipv4_header(header);
         std::memcpy(bytes.data() + grh_bytes - sizeof ipv4, &ipv4, sizeof ipv4);
         return bytes;

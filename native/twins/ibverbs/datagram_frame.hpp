@@ -32,14 +32,14 @@ struct DatagramHeader {
     std::uint32_t source_qpn;
     std::uint32_t destination_qpn;
     std::uint32_t qkey;
-    std::uint32_t immediate;
+    std::uint32_t immediate_data;
     std::uint32_t payload_bytes;
     std::uint32_t flow_label;
     std::uint32_t flags;
     std::uint8_t traffic_class;
     std::uint8_t hop_limit;
     std::uint8_t service_level;
-    std::uint8_t is_roce_v2; // the type of the source's GID; 0: RoCE v1
+    std::uint8_t is_roce_v2; // 1 if the source's GID has the type RoCE v2; 0 for RoCE v1
 };
 static_assert(sizeof(DatagramHeader) == 72);
 

@@ -49,10 +49,10 @@ DatagramQueuePair::~DatagramQueuePair() {
 
 int DatagramQueuePair::open() {
     wake_eventfd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    sender_ = Fd(open_datagram_sender());
+    send_socket_ = Fd(open_datagram_sender());
     send_buffer_ = BounceBuffer::make(max_datagram_bytes);
     receive_buffer_ = BounceBuffer::make(grh_bytes + max_datagram_bytes);
-    if (!wake_eventfd_ || !sender_ || send_buffer_ == nullptr || receive_buffer_ == nullptr) {
+    if (!wake_eventfd_ || !send_socket_ || send_buffer_ == nullptr || receive_buffer_ == nullptr) {
         return errno;
     }
     if (const int error = open_receivers(); error != 0) {
@@ -71,29 +71,29 @@ int DatagramQueuePair::open() {
     return 0;
 }
 
-// Draw a queue pair number that is free at this device's GID, and open the sockets that receive at it. On the TCP
-// fabric, the low 16 bits of the number are the UDP port for datagrams from other machines.
+// Choose a random queue pair number that is free at this device's GID, and open the sockets that receive its datagrams.
+// On the TCP fabric, the low 16 bits of the number are the UDP port for datagrams from other machines.
 int DatagramQueuePair::open_receivers() {
     const ibv_gid& gid = context_->device->gid;
-    int reservation = -EADDRINUSE;
-    while (reservation == -EADDRINUSE) {
+    int reservation_fd = -EADDRINUSE;
+    while (reservation_fd == -EADDRINUSE) {
         // The numbers 0 and 1 are the special queue pairs of a port, and 0xffffff means multicast.
         qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (multicast_qpn - 3));
         if (!config().fabric_addresses.empty()) {
-            std::uint16_t port = 0;
-            const int socket = open_fabric_receiver(make_fabric_address(gid), &port);
+            std::uint16_t udp_port = 0;
+            const int socket = open_fabric_receiver(make_fabric_address(gid), &udp_port);
             if (socket < 0) {
                 return -socket;
             }
             remote_receiver_ = std::make_shared<Receiver>(Receiver{Fd(socket), std::nullopt, true});
-            qp_num_ = static_cast<std::uint32_t>(random_u64() % 0xff) << 16 | port;
+            qp_num_ = static_cast<std::uint32_t>(random_u64() % 0xff) << 16 | udp_port;
         }
-        reservation = reserve_name(wire::make_socket_name(gid, qp_num_));
+        reservation_fd = reserve_name(wire::make_socket_name(gid, qp_num_));
     }
-    if (reservation < 0) {
-        return -reservation;
+    if (reservation_fd < 0) {
+        return -reservation_fd;
     }
-    qp_num_reservation_ = Fd(reservation);
+    qp_num_reservation_ = Fd(reservation_fd);
     const int socket = open_datagram_receiver(make_datagram_socket_name(gid, qp_num_));
     if (socket < 0) {
         return -socket;
@@ -131,19 +131,19 @@ int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
     ibv_send_wr* wr = list;
     for (; wr != nullptr && error == 0; wr = wr->next) {
         error = check_send(*wr, init_attr_.cap);
-        if (error == 0 && send_queue_slots_->used >= init_attr_.cap.max_send_wr) {
+        if (error == 0 && send_queue_slots_->used_count >= init_attr_.cap.max_send_wr) {
             error = ENOMEM;
         }
         if (error != 0) {
             break;
         }
         DatagramWork work;
-        work.send = to_send_work(*wr, init_attr_.sq_sig_all != 0, count_total_bytes(wr->sg_list, wr->num_sge));
+        work.send_work = to_send_work(*wr, init_attr_.sq_sig_all != 0, count_total_bytes(wr->sg_list, wr->num_sge));
         work.destination = get_address_handle(wr->wr.ud.ah)->impl;
         work.remote_qpn = wr->wr.ud.remote_qpn;
         work.remote_qkey = wr->wr.ud.remote_qkey;
-        posted_bytes += work.send.length_bytes;
-        ++send_queue_slots_->used;
+        posted_bytes += work.send_work.length_bytes;
+        ++send_queue_slots_->used_count;
         posted_sends_.push_back(std::move(work));
     }
     if (error != 0) {
@@ -155,7 +155,7 @@ int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
 
 std::uint32_t DatagramQueuePair::count_free_send_slots() {
     Lock lock(mutex_);
-    return init_attr_.cap.max_send_wr - send_queue_slots_->used;
+    return init_attr_.cap.max_send_wr - send_queue_slots_->used_count;
 }
 
 int DatagramQueuePair::post_receive(const ibv_recv_wr& wr) {
@@ -167,10 +167,10 @@ int DatagramQueuePair::post_receive(const ibv_recv_wr& wr) {
     if (state_ == IBV_QPS_RESET) {
         return EINVAL;
     }
-    if (receive_queue_slots_->used >= init_attr_.cap.max_recv_wr) {
+    if (receive_queue_slots_->used_count >= init_attr_.cap.max_recv_wr) {
         return ENOMEM;
     }
-    ++receive_queue_slots_->used;
+    ++receive_queue_slots_->used_count;
     posted_receives_.push_back(to_receive_work(wr));
     // The thread needs a receive request only when a datagram arrives, and the datagram wakes it. So wake the thread
     // here only in the error state, in which it must flush this request.
@@ -194,7 +194,8 @@ void DatagramQueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_
     completion.work_queue_slots = send_queue_slots_;
     completion.freed_slot_count = 1 + unsignaled_count_;
     unsignaled_count_ = 0;
-    delayed_sends_.push_back({std::move(completion), Clock::now() + std::chrono::microseconds(random_delay_us())});
+    delayed_send_completions_.push_back(
+        {std::move(completion), Clock::now() + std::chrono::microseconds(random_delay_us())});
 }
 
 void DatagramQueuePair::complete_receive(const Lock&, const ReceiveWork& work, ibv_wc wc, bool is_solicited) {
@@ -206,7 +207,8 @@ void DatagramQueuePair::complete_receive(const Lock&, const ReceiveWork& work, i
     completion.work_queue_slots =
         shared_receive_queue_ != nullptr ? shared_receive_queue_->slots() : receive_queue_slots_;
     completion.freed_slot_count = 1;
-    delayed_receives_.push_back({std::move(completion), Clock::now() + std::chrono::microseconds(random_delay_us())});
+    delayed_receive_completions_.push_back(
+        {std::move(completion), Clock::now() + std::chrono::microseconds(random_delay_us())});
 }
 
 std::optional<ReceiveWork> DatagramQueuePair::take_receive(const Lock&) {
@@ -231,16 +233,16 @@ void DatagramQueuePair::notify_change(const Lock&) {
 
 void DatagramQueuePair::wait_until_idle(Lock* lock) {
     ++idle_waiter_count_;
-    changed_.wait(*lock, [this] { return !is_busy_; });
+    state_changed_.wait(*lock, [this] { return !is_busy_; });
     --idle_waiter_count_;
-    changed_.notify_all();
+    state_changed_.notify_all();
 }
 
 void DatagramQueuePair::mark_idle(Lock* lock) {
     is_busy_ = false;
     if (idle_waiter_count_ > 0) {
-        changed_.notify_all();
-        changed_.wait(*lock, [this] { return idle_waiter_count_ == 0; });
+        state_changed_.notify_all();
+        state_changed_.wait(*lock, [this] { return idle_waiter_count_ == 0; });
     }
 }
 
@@ -254,9 +256,10 @@ int DatagramQueuePair::attach(const ibv_gid& group) {
     }
     auto receiver = std::make_shared<Receiver>();
     receiver->group = group;
+    // Each member of a group has an index, and the index is in the name of its socket. Take the first free index.
     int socket = -EADDRINUSE;
-    for (unsigned index = 0; index < max_multicast_members && socket == -EADDRINUSE; ++index) {
-        socket = open_datagram_receiver(make_multicast_socket_name(group, index));
+    for (unsigned member_index = 0; member_index < max_multicast_members && socket == -EADDRINUSE; ++member_index) {
+        socket = open_datagram_receiver(make_multicast_socket_name(group, member_index));
     }
     if (socket < 0) {
         return socket == -EADDRINUSE ? ENOMEM : -socket;

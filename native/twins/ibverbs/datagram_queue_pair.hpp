@@ -1,8 +1,9 @@
 // An unreliable-datagram (UD) queue pair. Each pair has one thread, which sends the posted requests, receives the
-// datagrams of all other pairs, and delivers the completions after random delays. While this thread sleeps, a thread of
-// the application can do the same work. A pair has one datagram socket for all senders, and one more for each multicast
-// group that it is attached to. The queue of a socket is bounded. If the queue is full, the receiving thread may not
-// have run yet, so the sender tries again for a limited time. Then it drops the datagram, as a network would.
+// datagrams that other pairs send to it, and delivers the completions after random delays. While this thread sleeps, a
+// thread of the application can do the same work. A pair receives through one socket for all senders of this machine,
+// one for other machines of the TCP fabric, and one for each multicast group that it is attached to. The queue of a
+// socket is bounded. If the queue is full, the receiving thread may not have run yet, so the sender tries again for a
+// limited time. After that time the sender drops the datagram, as a network would.
 #pragma once
 
 #include <poll.h>
@@ -33,7 +34,8 @@ public:
 
     int open() override;
     void close() override;
-    // Carry out ibv_modify_qp. Return 0, EINVAL, or EPERM for a controlled Q_Key without the privilege for it.
+    // Carry out ibv_modify_qp. Return 0, EINVAL, or EPERM if the new Q_Key is a controlled one and the process has no
+    // CAP_NET_RAW.
     int modify(const ibv_qp_attr& attr, int attr_mask) override;
     void query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) override;
     int post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) override;
@@ -60,14 +62,14 @@ private:
 
     // A posted send request and its destination.
     struct DatagramWork {
-        SendWork send;
+        SendWork send_work;
         std::weak_ptr<const AddressVector> destination;
         std::uint32_t remote_qpn = 0;
         std::uint32_t remote_qkey = 0;
         // State of the attempts to send the request.
-        bool has_started = false;
+        bool has_started = false;       // transmit() was called for the request
         unsigned next_member_index = 0; // the member of the multicast group to which the datagram is sent next
-        std::optional<Clock::time_point> blocked_since;
+        std::optional<Clock::time_point> blocked_since; // when the queue of the receiver was first found full
     };
 
     struct DelayedCompletion {
@@ -78,12 +80,12 @@ private:
 
     // State (datagram_queue_pair.cpp, datagram_queue_pair_modify.cpp). A `Lock` parameter must hold mutex_.
     void reset(Lock* lock);
-    void enter_error(const Lock& lock, ibv_qp_state state);
+    void enter_error(const Lock& lock, ibv_qp_state error_state);
     void complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status);
     void complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool is_solicited);
     void notify_change(const Lock& lock);
-    // Wait until the thread moves no datagram. The thread then waits in mark_idle until the caller has left this
-    // function.
+    // Wait until no thread moves a datagram. The thread that moved one then waits in mark_idle until the caller has
+    // left this function.
     void wait_until_idle(Lock* lock);
     void mark_idle(Lock* lock);
     std::optional<ReceiveWork> take_receive(const Lock& lock);
@@ -91,7 +93,8 @@ private:
         return state_ == IBV_QPS_RTR || state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD || state_ == IBV_QPS_SQE;
     }
 
-    // The thread (datagram_thread.cpp). Each function returns whether there was progress.
+    // The work of the thread (datagram_thread.cpp). The functions that flush, send, receive or deliver return whether
+    // they did anything.
     void run();
     bool make_progress(Lock* lock);
     void make_progress_in_caller(Lock* lock);
@@ -99,7 +102,7 @@ private:
     void progress_at_poll() override;
     void request_wake_for_responses() override;
     static bool has_send_fault_rule();
-    bool deliver_due(const Lock& lock, DelayedCompletions* delayed, CompletionQueue* queue);
+    bool deliver_due(const Lock& lock, DelayedCompletions* delayed_completions, CompletionQueue* queue);
     bool flush(const Lock& lock);
     bool send_posted(Lock* lock);
     bool receive_arrived(Lock* lock);
@@ -107,25 +110,26 @@ private:
     void wait_for_work(Lock* lock);
     [[nodiscard]] Clock::time_point find_next_deadline() const;
 
-    // Transfer of one datagram, without the lock (datagram_transfer.cpp).
+    // Transfer of one datagram (datagram_transfer.cpp). A function without a `Lock` parameter runs without the lock.
     // Return the status of the request, or nullopt if the queue of the destination is full and the thread must try
     // again.
     std::optional<ibv_wc_status> transmit(DatagramWork* work, std::uint32_t own_qkey);
     ibv_wc_status gather(const SendWork& work);
     [[nodiscard]] DatagramHeader make_header(const DatagramWork& work, const AddressVector& destination,
                                              std::uint32_t own_qkey) const;
+    // Choose the queue pair number and open the sockets that receive (datagram_queue_pair.cpp). Return 0 or an errno.
     int open_receivers();
     // Send the gathered payload to a pair on another machine of the TCP fabric.
     void send_to_other_machine(const DatagramHeader& header);
     // Send the gathered payload to one socket. Return false if its queue is full and the thread must try again.
-    bool send_to(const std::string& name, const DatagramHeader& header, DatagramWork* work);
+    bool send_to(const std::string& socket_name, const DatagramHeader& header, DatagramWork* work);
     // Receive one frame. Return false if none has arrived. `header->magic` is 0 if the frame must be dropped.
     bool receive_frame(const Receiver& receiver, DatagramHeader* header);
     ibv_wc_status scatter(const ReceiveWork& work, const DatagramHeader& header);
     void deliver_frame(Lock* lock, const DatagramHeader& header);
 
     std::mutex mutex_;
-    std::condition_variable changed_;
+    std::condition_variable state_changed_;
     ibv_qp_state state_ = IBV_QPS_RESET;
     ibv_qp_attr attr_{};
     bool is_closing_ = false;
@@ -138,29 +142,30 @@ private:
     std::shared_ptr<WorkQueueSlots> send_queue_slots_ = std::make_shared<WorkQueueSlots>();
     std::shared_ptr<WorkQueueSlots> receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
     std::uint32_t unsignaled_count_ = 0; // finished unsignaled requests; the next completion frees their slots
-    DelayedCompletions delayed_sends_, delayed_receives_;
+    DelayedCompletions delayed_send_completions_, delayed_receive_completions_;
     std::optional<Clock::time_point> retry_at_; // when to try again to send the first request
 
     // The list is replaced as a whole and never changed, so that the thread can use it without the lock.
     std::shared_ptr<const Receivers> receivers_ = std::make_shared<Receivers>();
-    // The receiver of datagrams from other machines. The pair also sends to other machines by its socket. nullptr
-    // without a TCP fabric.
+    // The receiver of datagrams from other machines; nullptr without a TCP fabric. The pair sends datagrams to other
+    // machines through the same socket.
     std::shared_ptr<const Receiver> remote_receiver_;
-    Fd qp_num_reservation_; // while it is open, no connected queue pair of the device can draw the same number
+    Fd qp_num_reservation_; // while it is open, no other queue pair of the device can choose the same number
 
-    // Only the thread that does a turn (datagram_thread.cpp) uses the members up to stalled_names_.
-    Fd sender_;
+    // After open(), only the thread that is in make_progress() uses the members from here to stalled_names_.
+    Fd send_socket_;
     std::unique_ptr<BounceBuffer> send_buffer_, receive_buffer_;
-    // Socket names of receivers whose queue stayed full, because their process is probably stopped. A datagram to such
-    // a receiver is sent only once.
+    // Socket names of receivers whose queue stayed full, because their process is probably stopped. The twin tries only
+    // once to send a datagram to such a receiver.
     std::set<std::string> stalled_names_;
 
-    // True if the state has changed since the thread last checked it. If the thread sleeps, wake_eventfd_ wakes it.
+    // True if there is something new for the thread since its last turn: a request, a state, another list of sockets.
+    // If the thread sleeps, wake_eventfd_ wakes it.
     std::atomic<bool> has_pending_change_{false};
-    bool is_asleep_ = false;
-    bool is_making_progress_ = false;
-    Clock::time_point wake_time_{}; // when the thread wakes by itself
-    Clock::time_point polled_at_{}; // when a thread of the application last polled
+    bool is_asleep_ = false;          // the pair's thread is in wait_for_work()
+    bool is_making_progress_ = false; // a thread is in make_progress()
+    Clock::time_point wake_time_{};   // when the sleeping thread wakes by itself
+    Clock::time_point polled_at_{};   // when a thread of the application last polled
     Fd wake_eventfd_;
     std::thread thread_;
 };

@@ -9,13 +9,15 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
+// A transition of ibv_modify_qp, with the attributes (IBV_QP_*, without IBV_QP_STATE) that it requires and allows.
 struct Transition {
     ibv_qp_state from, to;
-    int required;
-    int optional;
+    int required_mask;
+    int optional_mask;
 };
 
-// The table of the InfiniBand specification for datagrams, without the transitions to RESET and to ERR.
+// The transitions of a UD queue pair in the InfiniBand specification. The transitions to RESET and to ERR are missing,
+// because they have no attributes (see check_transition).
 constexpr Transition transitions[] = {
     {IBV_QPS_RESET, IBV_QPS_INIT, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY, 0},
     {IBV_QPS_INIT, IBV_QPS_INIT, 0, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY},
@@ -30,17 +32,18 @@ constexpr Transition transitions[] = {
 
 // A Q_Key with this bit is controlled (InfiniBand specification, 10.2.5). Only privileged users may give such a Q_Key
 // to a queue pair. A send request with a controlled Q_Key uses the Q_Key of its queue pair instead.
-constexpr std::uint32_t controlled_qkey = 0x80000000U;
+constexpr std::uint32_t controlled_qkey_bit = 0x80000000U;
 
 int check_transition(ibv_qp_state from, ibv_qp_state to, int attr_mask) {
-    const int attributes = attr_mask & ~IBV_QP_STATE;
+    const int attribute_bits = attr_mask & ~IBV_QP_STATE;
     if (to == IBV_QPS_RESET || (to == IBV_QPS_ERR && from != IBV_QPS_RESET)) {
-        return attributes == 0 ? 0 : EINVAL;
+        return attribute_bits == 0 ? 0 : EINVAL;
     }
     for (const Transition& transition : transitions) {
         if (transition.from == from && transition.to == to) {
-            const bool has_all_required = (attributes & transition.required) == transition.required;
-            const bool has_only_allowed = (attributes & ~(transition.required | transition.optional)) == 0;
+            const bool has_all_required = (attribute_bits & transition.required_mask) == transition.required_mask;
+            const bool has_only_allowed =
+                (attribute_bits & ~(transition.required_mask | transition.optional_mask)) == 0;
             return has_all_required && has_only_allowed ? 0 : EINVAL;
         }
     }
@@ -60,7 +63,7 @@ int check_values(const ibv_qp_attr& attr, int attr_mask) {
     if ((is_selected(IBV_QP_PKEY_INDEX) && attr.pkey_index != 0) || (is_selected(IBV_QP_PORT) && attr.port_num != 1)) {
         return EINVAL;
     }
-    const bool needs_privilege = is_selected(IBV_QP_QKEY) && (attr.qkey & controlled_qkey) != 0;
+    const bool needs_privilege = is_selected(IBV_QP_QKEY) && (attr.qkey & controlled_qkey_bit) != 0;
     return needs_privilege && !may_use_raw_packets() ? EPERM : 0;
 }
 
@@ -98,7 +101,7 @@ int DatagramQueuePair::modify(const ibv_qp_attr& attr, int attr_mask) {
         attr_.qkey = attr.qkey;
     }
     if ((attr_mask & IBV_QP_SQ_PSN) != 0) {
-        attr_.sq_psn = attr.sq_psn & 0xffffff;
+        attr_.sq_psn = attr.sq_psn & 0xffffff; // a packet sequence number has 24 bits
     }
     must_raise_drained_ = new_state == IBV_QPS_SQD && state_ == IBV_QPS_RTS &&
                           (attr_mask & IBV_QP_EN_SQD_ASYNC_NOTIFY) != 0 && attr.en_sqd_async_notify != 0;
@@ -113,8 +116,8 @@ void DatagramQueuePair::reset(Lock* lock) {
     wait_until_idle(lock);
     posted_sends_.clear();
     posted_receives_.clear();
-    delayed_sends_.clear();
-    delayed_receives_.clear();
+    delayed_send_completions_.clear();
+    delayed_receive_completions_.clear();
     send_queue_slots_ = std::make_shared<WorkQueueSlots>();
     receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
     unsignaled_count_ = 0;
@@ -128,13 +131,13 @@ void DatagramQueuePair::reset(Lock* lock) {
 
 // Enter ERR, or SQE after a send request that failed. A pair in SQE still receives, and ibv_modify_qp can return it to
 // RTS.
-void DatagramQueuePair::enter_error(const Lock& lock, ibv_qp_state state) {
+void DatagramQueuePair::enter_error(const Lock& lock, ibv_qp_state error_state) {
     if (state_ == IBV_QPS_RESET || state_ == IBV_QPS_ERR) {
         return;
     }
-    state_ = state;
+    state_ = error_state;
     retry_at_.reset();
-    must_raise_last_wqe_ = state == IBV_QPS_ERR && shared_receive_queue_ != nullptr;
+    must_raise_last_wqe_ = error_state == IBV_QPS_ERR && shared_receive_queue_ != nullptr;
     notify_change(lock);
 }
 
@@ -143,7 +146,7 @@ void DatagramQueuePair::query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) {
     *attr = attr_;
     attr->qp_state = state_;
     attr->cur_qp_state = state_;
-    attr->sq_draining = state_ == IBV_QPS_SQD && (is_busy_ || !delayed_sends_.empty()) ? 1 : 0;
+    attr->sq_draining = state_ == IBV_QPS_SQD && (is_busy_ || !delayed_send_completions_.empty()) ? 1 : 0;
     *init_attr = init_attr_;
 }
 

@@ -1,5 +1,6 @@
-// The thread of a datagram queue pair, which does its work in turns. While it sleeps, a thread of the application that
-// posts a request or polls a completion queue does a turn itself. So a small datagram needs no other thread.
+// The thread of a datagram queue pair, which works in turns: in each turn it receives, sends and delivers what is
+// pending. While it sleeps, a thread of the application that posts a request or polls a completion queue does a turn
+// itself, so a small datagram need not wait until the pair's thread wakes.
 
 #include <sys/eventfd.h>
 
@@ -10,13 +11,15 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Number of rounds in which the thread sends or receives datagrams before it does its other tasks.
-constexpr int batch_size = 16;
+// In one turn, at most this number of datagrams is sent, and each socket is read at most this number of times. Then the
+// turn goes on with its other tasks.
+constexpr int max_rounds_per_turn = 16;
 // Time between two attempts to send to a receiver whose queue is full.
 constexpr std::chrono::microseconds retry_interval{30};
-// If a thread of the application has polled within this time, the pair's thread does not wait at the sockets.
+// If a thread of the application has polled within this time, that thread is expected to receive the datagrams, and the
+// pair's thread does not wait for them.
 constexpr std::chrono::microseconds takeover_time{1000};
-// If more bytes are posted at once, the thread of the pair sends them, and not the call that posts them.
+// If a call posts more bytes than this, the pair's thread sends them. Else the call itself sends them.
 constexpr std::uint64_t max_caller_send_bytes = 16U << 10;
 
 } // namespace
@@ -24,7 +27,7 @@ constexpr std::uint64_t max_caller_send_bytes = 16U << 10;
 void DatagramQueuePair::run() {
     Lock lock(mutex_);
     for (;;) {
-        changed_.wait(lock, [this] { return !is_making_progress_; });
+        state_changed_.wait(lock, [this] { return !is_making_progress_; });
         // Check this after the wait: close() wakes this thread from wait_for_work(), but not from the wait above.
         if (is_closing_) {
             return;
@@ -43,11 +46,11 @@ bool DatagramQueuePair::make_progress(Lock* lock) {
     bool has_progress = flush(*lock);
     has_progress |= receive_arrived(lock);
     has_progress |= send_posted(lock);
-    has_progress |= deliver_due(*lock, &delayed_sends_, send_queue_.get());
-    has_progress |= deliver_due(*lock, &delayed_receives_, receive_queue_.get());
+    has_progress |= deliver_due(*lock, &delayed_send_completions_, send_queue_.get());
+    has_progress |= deliver_due(*lock, &delayed_receive_completions_, receive_queue_.get());
     raise_events(*lock);
     is_making_progress_ = false;
-    changed_.notify_all();
+    state_changed_.notify_all();
     return has_progress;
 }
 
@@ -65,6 +68,7 @@ void DatagramQueuePair::make_progress_in_caller(Lock* lock) {
     }
 }
 
+// Send small requests in the thread that posts them, and wake the pair's thread for requests that remain.
 void DatagramQueuePair::send_in_caller(Lock* lock, std::uint64_t posted_bytes) {
     if (posted_bytes <= max_caller_send_bytes) {
         make_progress_in_caller(lock);
@@ -89,17 +93,19 @@ void DatagramQueuePair::request_wake_for_responses() {
 }
 
 // Push the completions whose delay has passed. Completions are in order, so a delayed one also delays the later ones.
-bool DatagramQueuePair::deliver_due(const Lock& lock, DelayedCompletions* delayed, CompletionQueue* queue) {
+bool DatagramQueuePair::deliver_due(const Lock& lock, DelayedCompletions* delayed_completions, CompletionQueue* queue) {
     const Clock::time_point now = Clock::now();
-    std::vector<Completion> due;
-    for (; !delayed->empty() && delayed->front().due_time <= now; delayed->pop_front()) {
-        due.push_back(std::move(delayed->front().completion));
+    std::vector<Completion> due_completions;
+    for (; !delayed_completions->empty() && delayed_completions->front().due_time <= now;
+         delayed_completions->pop_front()) {
+        due_completions.push_back(std::move(delayed_completions->front().completion));
     }
-    if (!due.empty() && !queue->push(due) && state_ != IBV_QPS_ERR) {
+    // push() fails if the completion queue overflows.
+    if (!due_completions.empty() && !queue->push(due_completions) && state_ != IBV_QPS_ERR) {
         enter_error(lock, IBV_QPS_ERR);
         context_->raise(public_qp_, IBV_EVENT_QP_FATAL, async_event_counter);
     }
-    return !due.empty();
+    return !due_completions.empty();
 }
 
 // If the queue pair is in ERR or SQE, complete all send requests with a flush error; in ERR, also all receive requests.
@@ -109,7 +115,7 @@ bool DatagramQueuePair::flush(const Lock& lock) {
     }
     bool has_progress = !posted_sends_.empty();
     for (; !posted_sends_.empty(); posted_sends_.pop_front()) {
-        complete_send(lock, posted_sends_.front().send, IBV_WC_WR_FLUSH_ERR);
+        complete_send(lock, posted_sends_.front().send_work, IBV_WC_WR_FLUSH_ERR);
     }
     if (state_ == IBV_QPS_ERR) {
         has_progress |= !posted_receives_.empty();
@@ -125,11 +131,11 @@ bool DatagramQueuePair::flush(const Lock& lock) {
 
 // Raise the events that must follow the completions, once these are delivered.
 void DatagramQueuePair::raise_events(const Lock&) {
-    if (state_ == IBV_QPS_ERR && must_raise_last_wqe_ && delayed_receives_.empty()) {
+    if (state_ == IBV_QPS_ERR && must_raise_last_wqe_ && delayed_receive_completions_.empty()) {
         must_raise_last_wqe_ = false;
         context_->raise(public_qp_, IBV_EVENT_QP_LAST_WQE_REACHED, async_event_counter);
     }
-    if (state_ == IBV_QPS_SQD && must_raise_drained_ && delayed_sends_.empty()) {
+    if (state_ == IBV_QPS_SQD && must_raise_drained_ && delayed_send_completions_.empty()) {
         must_raise_drained_ = false;
         context_->raise(public_qp_, IBV_EVENT_SQ_DRAINED, async_event_counter);
     }
@@ -137,8 +143,8 @@ void DatagramQueuePair::raise_events(const Lock&) {
 
 bool DatagramQueuePair::send_posted(Lock* lock) {
     bool has_progress = false;
-    for (int count = 0; count < batch_size && state_ == IBV_QPS_RTS && !posted_sends_.empty() && !is_closing_;
-         ++count) {
+    for (int round = 0; round < max_rounds_per_turn && state_ == IBV_QPS_RTS && !posted_sends_.empty() && !is_closing_;
+         ++round) {
         if (retry_at_ && *retry_at_ > Clock::now()) {
             break;
         }
@@ -156,7 +162,7 @@ bool DatagramQueuePair::send_posted(Lock* lock) {
             retry_at_ = Clock::now() + retry_interval;
         } else {
             retry_at_.reset();
-            complete_send(*lock, work.send, *status);
+            complete_send(*lock, work.send_work, *status);
             posted_sends_.pop_front();
             if (*status != IBV_WC_SUCCESS) {
                 enter_error(*lock, IBV_QPS_SQE);
@@ -169,7 +175,7 @@ bool DatagramQueuePair::send_posted(Lock* lock) {
 
 bool DatagramQueuePair::receive_arrived(Lock* lock) {
     bool has_progress = false;
-    for (int count = 0; count < batch_size && !is_closing_; ++count) {
+    for (int round = 0; round < max_rounds_per_turn && !is_closing_; ++round) {
         const std::shared_ptr<const Receivers> receivers = receivers_;
         bool has_received = false;
         for (const auto& receiver : *receivers) {
@@ -183,7 +189,7 @@ bool DatagramQueuePair::receive_arrived(Lock* lock) {
             }
             has_received |= has_frame;
             mark_idle(lock);
-            // A socket that was closed meanwhile must not be read.
+            // attach() or detach() has replaced the list. A socket that detach() removed must not be read again.
             if (receivers != receivers_) {
                 break;
             }
@@ -198,7 +204,7 @@ bool DatagramQueuePair::receive_arrived(Lock* lock) {
 
 DatagramQueuePair::Clock::time_point DatagramQueuePair::find_next_deadline() const {
     auto deadline = Clock::time_point::max();
-    for (const DelayedCompletions* delayed : {&delayed_sends_, &delayed_receives_}) {
+    for (const DelayedCompletions* delayed : {&delayed_send_completions_, &delayed_receive_completions_}) {
         if (!delayed->empty()) {
             deadline = std::min(deadline, delayed->front().due_time);
         }

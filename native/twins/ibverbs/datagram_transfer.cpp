@@ -11,14 +11,16 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Time during which the twin tries to send to a receiver whose queue is full. Then the twin assumes that the process of
-// the receiver is stopped, and drops the datagram.
+// Time during which the twin tries to send to a receiver whose queue is full. After this time the twin assumes that the
+// process of the receiver is stopped, and drops the datagram.
 constexpr std::chrono::milliseconds full_queue_timeout{1000};
+// When stalled_names_ has this number of names, the twin forgets them all.
 constexpr std::size_t max_stalled_names = 64;
-constexpr std::uint32_t controlled_qkey = 0x80000000U;
+// A send request whose Q_Key has this bit uses the Q_Key of its queue pair instead.
+constexpr std::uint32_t controlled_qkey_bit = 0x80000000U;
 
-// Call move(region, address, offset, size) for each part of a request's memory, until the parts have `size_bytes` bytes
-// together. Return the status of the request.
+// Call move(region, address, offset, part_bytes) for each part of a request's memory, up to `size_bytes` bytes in
+// total. Return the status of the request.
 template <typename Sges, typename Move>
 ibv_wc_status move_bytes(const Sges& sges, std::size_t size_bytes, const ProtectionDomain* domain, unsigned access,
                          Move move) {
@@ -66,17 +68,21 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
     if (destination == nullptr || !is_same_protection(destination->domain, domain_)) {
         return IBV_WC_LOC_QP_OP_ERR;
     }
-    // A ConnectX completes a datagram that is longer than the path MTU with this error. Soft-RoCE reports success and
-    // sends nothing.
-    if (work->send.length_bytes > max_datagram_bytes) {
+    // A ConnectX reports IBV_WC_LOC_LEN_ERR for a datagram that is longer than the path MTU. Soft-RoCE reports success
+    // and sends nothing.
+    if (work->send_work.length_bytes > max_datagram_bytes) {
         return IBV_WC_LOC_LEN_ERR;
     }
-    if (const ibv_wc_status status = gather(work->send); status != IBV_WC_SUCCESS) {
+    if (const ibv_wc_status status = gather(work->send_work); status != IBV_WC_SUCCESS) {
         return status;
     }
     const DatagramHeader header = make_header(*work, *destination, own_qkey);
     const bool is_to_group = is_multicast_gid(header.destination_gid);
+    // A datagram is lost if only the destination GID, or only the destination queue pair number, means a multicast
+    // group.
     if (is_to_group == (header.destination_qpn == multicast_qpn)) {
+        // Each member of a group gets a copy. If the queue of a member is full, the next attempt begins with that
+        // member.
         for (; is_to_group && work->next_member_index < max_multicast_members; ++work->next_member_index) {
             if (!send_to(make_multicast_socket_name(header.destination_gid, work->next_member_index), header, work)) {
                 return std::nullopt;
@@ -89,9 +95,9 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
             return std::nullopt;
         }
     }
-    Traffic::Direction& sent = context_->device->traffic.sent;
-    ++sent.requests;
-    sent.send_bytes += work->send.length_bytes;
+    Traffic::Direction& sent_traffic = context_->device->traffic.sent;
+    ++sent_traffic.requests;
+    sent_traffic.send_bytes += work->send_work.length_bytes;
     const auto fault = find_injected_fault(&after_send);
     return fault ? static_cast<ibv_wc_status>(*fault) : IBV_WC_SUCCESS;
 }
@@ -102,8 +108,8 @@ ibv_wc_status DatagramQueuePair::gather(const SendWork& work) {
         return IBV_WC_SUCCESS;
     }
     return move_bytes(work.sges, work.length_bytes, domain_, 0,
-                      [this](Region* region, std::uint64_t address, std::size_t offset, std::size_t size_bytes) {
-                          return region->read(address, send_buffer_.get(), offset, size_bytes);
+                      [this](Region* region, std::uint64_t address, std::size_t offset, std::size_t part_bytes) {
+                          return region->read(address, send_buffer_.get(), offset, part_bytes);
                       });
 }
 
@@ -117,14 +123,14 @@ DatagramHeader DatagramQueuePair::make_header(const DatagramWork& work, const Ad
     header.destination_gid = route.dgid;
     header.source_qpn = qp_num_;
     header.destination_qpn = work.remote_qpn;
-    header.qkey = (work.remote_qkey & controlled_qkey) != 0 ? own_qkey : work.remote_qkey;
-    header.immediate = work.send.immediate;
-    header.payload_bytes = static_cast<std::uint32_t>(work.send.length_bytes);
-    // The field of the route has 32 bits, the field of the header 20. UCX sets all 32, and the kernel does not check
-    // them.
+    header.qkey = (work.remote_qkey & controlled_qkey_bit) != 0 ? own_qkey : work.remote_qkey;
+    header.immediate_data = work.send_work.immediate_data;
+    header.payload_bytes = static_cast<std::uint32_t>(work.send_work.length_bytes);
+    // A flow label has 20 bits in the packet, but 32 in ibv_global_route. UCX sets all 32, and the kernel does not
+    // check them.
     header.flow_label = route.flow_label & 0xfffff;
-    header.flags = (work.send.opcode == IBV_WR_SEND_WITH_IMM ? datagram_has_immediate : 0) |
-                   (work.send.is_solicited ? datagram_is_solicited : 0);
+    header.flags = (work.send_work.opcode == IBV_WR_SEND_WITH_IMM ? datagram_has_immediate : 0) |
+                   (work.send_work.is_solicited ? datagram_is_solicited : 0);
     header.traffic_class = route.traffic_class;
     header.hop_limit = route.hop_limit;
     header.service_level = destination.path.sl;
@@ -132,17 +138,18 @@ DatagramHeader DatagramQueuePair::make_header(const DatagramWork& work, const Ad
     return header;
 }
 
-bool DatagramQueuePair::send_to(const std::string& name, const DatagramHeader& header, DatagramWork* work) {
+bool DatagramQueuePair::send_to(const std::string& socket_name, const DatagramHeader& header, DatagramWork* work) {
     const iovec parts[] = {{const_cast<DatagramHeader*>(&header), sizeof header},
                            {send_buffer_->data_at(0), header.payload_bytes}};
-    // An error other than EAGAIN means that no pair receives at this name, or that the system has no memory left.
-    if (send_datagram(sender_.get(), name, parts) != EAGAIN) {
-        stalled_names_.erase(name);
+    // An error other than EAGAIN means that no pair receives at this name, or that the system has no memory left. The
+    // datagram is then lost.
+    if (send_datagram(send_socket_.get(), socket_name, parts) != EAGAIN) {
+        stalled_names_.erase(socket_name);
         work->blocked_since.reset();
         return true;
     }
     const Clock::time_point now = Clock::now();
-    if (!stalled_names_.contains(name) && now - work->blocked_since.value_or(now) < full_queue_timeout) {
+    if (!stalled_names_.contains(socket_name) && now - work->blocked_since.value_or(now) < full_queue_timeout) {
         work->blocked_since = work->blocked_since.value_or(now);
         return false;
     }
@@ -152,9 +159,9 @@ bool DatagramQueuePair::send_to(const std::string& name, const DatagramHeader& h
     }
     // Unread datagrams of a stopped process stay in the send buffer of the socket that sent them. Use a new socket, so
     // that they do not block datagrams to other receivers.
-    if (stalled_names_.insert(name).second) {
+    if (stalled_names_.insert(socket_name).second) {
         if (Fd sender(open_datagram_sender()); sender) {
-            sender_ = std::move(sender);
+            send_socket_ = std::move(sender);
         }
     }
     return true;
@@ -182,6 +189,7 @@ bool DatagramQueuePair::receive_frame(const Receiver& receiver, DatagramHeader* 
                                                       header->destination_qpn == qp_num_;
     if (error != 0 || !is_well_formed(*header, frame_bytes) || !is_for_receiver) {
         header->magic = 0;
+        // EPERM: a frame from an untrusted sender, or of an invalid size, was received and discarded.
         return error == 0 || error == EPERM;
     }
     const auto network_header = make_network_header(*header);
@@ -219,11 +227,11 @@ void DatagramQueuePair::deliver_frame(Lock* lock, const DatagramHeader& header) 
         wc.sl = header.service_level;
         if ((header.flags & datagram_has_immediate) != 0) {
             wc.wc_flags |= IBV_WC_WITH_IMM;
-            wc.imm_data = header.immediate;
+            wc.imm_data = header.immediate_data;
         }
-        Traffic::Direction& served = context_->device->traffic.served;
-        ++served.requests;
-        served.send_bytes += header.payload_bytes;
+        Traffic::Direction& served_traffic = context_->device->traffic.served;
+        ++served_traffic.requests;
+        served_traffic.send_bytes += header.payload_bytes;
     }
     complete_receive(*lock, *work, wc, (header.flags & datagram_is_solicited) != 0);
     if (status != IBV_WC_SUCCESS) {
@@ -238,8 +246,8 @@ ibv_wc_status DatagramQueuePair::scatter(const ReceiveWork& work, const Datagram
     }
     const ProtectionDomain* const domain = shared_receive_queue_ != nullptr ? shared_receive_queue_->domain() : domain_;
     return move_bytes(work.sges, size_bytes, domain, IBV_ACCESS_LOCAL_WRITE,
-                      [this](Region* region, std::uint64_t address, std::size_t offset, std::size_t bytes) {
-                          return region->write(address, *receive_buffer_, offset, bytes);
+                      [this](Region* region, std::uint64_t address, std::size_t offset, std::size_t part_bytes) {
+                          return region->write(address, *receive_buffer_, offset, part_bytes);
                       });
 }
 

@@ -19,7 +19,8 @@ namespace {
 
 static_assert(offsetof(Device, provider_operations) == sizeof(ibv_device));
 
-// Return the FNV-1a hash of a domain name. Processes with the same domain name compute the same GUIDs from it.
+// Return the 64-bit FNV-1a hash of a text, folded to 32 bits. All processes of a domain (emulated machine) must compute
+// the same GUIDs, and std::hash does not guarantee this.
 std::uint32_t compute_fnv1a_hash(std::string_view text) {
     std::uint64_t hash = 0xcbf29ce484222325U;
     for (const char character : text) {
@@ -31,8 +32,8 @@ std::uint32_t compute_fnv1a_hash(std::string_view text) {
 std::unique_ptr<Device> make_device(unsigned index) {
     auto device = std::make_unique<Device>(index);
     // The GUID is the EUI-64 of the MAC address 02:hh:hh:hh:hh:index, where hh are bytes of the hash. The bit 02 marks
-    // the MAC address as locally administered. An EUI-64 contains the inverse of this bit, so the first byte is 0.
-    // On the TCP fabric, the hash differs between machines.
+    // the MAC address as locally administered. An EUI-64 contains the inverse of this bit, so the first byte is 0. On
+    // the TCP fabric, the hash also covers the fabric address, so the GUIDs of two machines differ.
     std::string hashed_name = config().domain;
     if (!config().fabric_addresses.empty()) {
         hashed_name.append(reinterpret_cast<const char*>(config().fabric_addresses[index].data()),
@@ -47,6 +48,7 @@ std::unique_ptr<Device> make_device(unsigned index) {
                     static_cast<std::uint8_t>(hash >> 8),
                     static_cast<std::uint8_t>(hash),
                     static_cast<std::uint8_t>(index)};
+    // The GID is the link-local address fe80::GUID. On the TCP fabric, it is the fabric address of the device.
     device->gid.raw[0] = 0xfe;
     device->gid.raw[1] = 0x80;
     std::memcpy(device->gid.raw + 8, device->guid.data(), device->guid.size());

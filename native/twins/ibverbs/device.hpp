@@ -19,22 +19,24 @@ struct Traffic {
         PayloadCounter write_bytes, read_bytes, send_bytes, atomic_bytes;
         std::atomic<std::uint64_t> requests{0};
     };
-    explicit Traffic(unsigned index)
-        : sent(make(index, PortDirection::sent, PortDirection::received, Side::requester)),
-          served(make(index, PortDirection::received, PortDirection::sent, Side::responder)) {}
+    explicit Traffic(unsigned device_index)
+        : sent(make_direction(device_index, PortDirection::sent, PortDirection::received, Side::requester)),
+          served(make_direction(device_index, PortDirection::received, PortDirection::sent, Side::responder)) {}
     // The payload of a read goes in the other direction than the payload of writes and sends.
-    static Direction make(unsigned index, PortDirection direction, PortDirection read_direction, Side side) {
-        return {{index, direction, side},
-                {index, read_direction, side},
-                {index, direction, side},
-                {index, direction, side}};
+    static Direction make_direction(unsigned device_index, PortDirection direction, PortDirection read_direction,
+                                    Side side) {
+        return {{device_index, direction, side},
+                {device_index, read_direction, side},
+                {device_index, direction, side},
+                {device_index, direction, side}};
     }
     Direction sent, served;
 };
 
-// `public_device` is the first member, because clients hold pointers to it. Providers of rdma-core cast such a pointer
-// to their private `struct verbs_device`, and compare its next member with their own table of functions (for example in
-// mlx5dv_is_supported). Here that member, provider_operations, is null, so no provider mistakes a twin for its own
+// An emulated device. Clients hold pointers to `public_device`. Providers of rdma-core cast such a pointer to their
+// private `struct verbs_device`, which continues behind the ibv_device with a pointer to the provider's table of
+// functions, and compare that pointer with their own table (for example in mlx5dv_is_supported). So
+// `provider_operations` must follow `public_device`. It is null, so that no provider mistakes a twin for its own
 // device.
 struct Device {
     explicit Device(unsigned device_index) : index(device_index), traffic(device_index) {}
@@ -50,12 +52,13 @@ struct Device {
     std::atomic<std::uint64_t> device_memory_bytes{0}; // allocated by ibv_alloc_dm
 };
 
+// Number of entries of the GID table that have a GID.
 inline constexpr int gid_count = 2;
 // Length of the GID table. As in the table of a NIC, the entries from gid_count on are empty.
 inline constexpr int gid_table_length = 4;
 inline constexpr std::uint16_t default_pkey = 0xffff;
 inline constexpr std::uint32_t max_message_bytes = 1U << 30;
-// Size of the memory that is on a device.
+// Size of the memory on a device, from which ibv_alloc_dm allocates.
 inline constexpr std::uint64_t max_device_memory_bytes = 128U << 10;
 inline constexpr int completion_vector_count = 1;
 
@@ -70,6 +73,7 @@ Device& device_at(unsigned index);
 // Return the Device to which the public structure belongs, or nullptr if no device has this structure.
 Device* find_device(const ibv_device* device);
 
+// Return the type of the GID at this index of the GID table: RoCE v1 at 0, RoCE v2 at all others.
 ibv_gid_type get_gid_type(unsigned index);
 
 // Return the attributes of a device, and the attributes of its port.

@@ -15,10 +15,11 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Offsets and lengths of copies are multiples of this number, as on a ConnectX.
+// Offsets and lengths of copies must be multiples of this number of bytes, as on a ConnectX.
 constexpr std::uint64_t copy_alignment = 4;
-// The memory is aligned to pages.
+// Allocations are aligned to pages of 4 KiB, so a client may request an alignment of at most 2^12 bytes.
 constexpr std::uint32_t max_log_alignment = 12;
+// As in the kernel, a region of device memory must be zero-based: its addresses are offsets in the region.
 constexpr unsigned required_access = IBV_ACCESS_ZERO_BASED;
 constexpr unsigned supported_access = required_access | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
                                       IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_OPTIONAL_RANGE;
@@ -26,10 +27,10 @@ constexpr unsigned supported_access = required_access | IBV_ACCESS_LOCAL_WRITE |
 // An allocation of device memory. Its handle and all regions in it share the ownership.
 class Allocation {
 public:
-    Allocation(Device* device, std::byte* bytes, std::uint64_t length_bytes)
-        : bytes(bytes), length_bytes(length_bytes), device_(device) {}
+    Allocation(Device* device, std::byte* address, std::uint64_t length_bytes)
+        : address(address), length_bytes(length_bytes), device_(device) {}
     ~Allocation() {
-        munmap(bytes, length_bytes);
+        munmap(address, length_bytes);
         device_->device_memory_bytes -= length_bytes;
     }
     Allocation(const Allocation&) = delete;
@@ -39,17 +40,18 @@ public:
         return offset <= length_bytes && size_bytes <= length_bytes - offset;
     }
 
-    std::byte* const bytes;
+    std::byte* const address;
     const std::uint64_t length_bytes;
 
 private:
     Device* const device_;
 };
 
+// The device memory of one region: the part of an allocation that begins at `offset`.
 class DeviceMemory : public Memory {
 public:
     DeviceMemory(std::shared_ptr<Allocation> allocation, std::uint64_t offset)
-        : allocation_(std::move(allocation)), begin_(allocation_->bytes + offset) {}
+        : allocation_(std::move(allocation)), begin_(allocation_->address + offset) {}
     int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes) override {
         bounce->copy_in_mapped(bounce_offset, begin_ + offset, size_bytes);
         return 0;
@@ -82,18 +84,18 @@ int check_copy(ibv_dm* dm, std::uint64_t offset, std::size_t length) {
     return get_dm_handle(dm)->impl->covers(offset, length) ? 0 : EFAULT;
 }
 
-int copy_to(ibv_dm* dm, std::uint64_t offset, const void* host_addr, std::size_t length) {
+int copy_to_device(ibv_dm* dm, std::uint64_t offset, const void* host_addr, std::size_t length) {
     const int error = check_copy(dm, offset, length);
     if (error == 0) {
-        std::memcpy(get_dm_handle(dm)->impl->bytes + offset, host_addr, length);
+        std::memcpy(get_dm_handle(dm)->impl->address + offset, host_addr, length);
     }
     return error;
 }
 
-int copy_from(void* host_addr, ibv_dm* dm, std::uint64_t offset, std::size_t length) {
+int copy_from_device(void* host_addr, ibv_dm* dm, std::uint64_t offset, std::size_t length) {
     const int error = check_copy(dm, offset, length);
     if (error == 0) {
-        std::memcpy(host_addr, get_dm_handle(dm)->impl->bytes + offset, length);
+        std::memcpy(host_addr, get_dm_handle(dm)->impl->address + offset, length);
     }
     return error;
 }
@@ -104,12 +106,12 @@ std::shared_ptr<Allocation> allocate(Device* device, std::uint64_t length_bytes)
         device->device_memory_bytes -= length_bytes;
         return fail_null(ENOMEM);
     }
-    void* const bytes = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (bytes == MAP_FAILED) {
+    void* const address = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address == MAP_FAILED) {
         device->device_memory_bytes -= length_bytes;
         return nullptr;
     }
-    return std::make_shared<Allocation>(device, static_cast<std::byte*>(bytes), length_bytes);
+    return std::make_shared<Allocation>(device, static_cast<std::byte*>(address), length_bytes);
 }
 
 } // namespace
@@ -130,8 +132,8 @@ ibv_dm* alloc_device_memory(ibv_context* public_context, ibv_alloc_dm_attr* attr
     auto* const handle = new DeviceMemoryHandle;
     handle->impl = std::move(allocation);
     handle->public_dm.context = public_context;
-    handle->public_dm.memcpy_to_dm = copy_to;
-    handle->public_dm.memcpy_from_dm = copy_from;
+    handle->public_dm.memcpy_to_dm = copy_to_device;
+    handle->public_dm.memcpy_from_dm = copy_from_device;
     handle->public_dm.handle = make_next_handle();
     ++context->child_count;
     track("ibv_dm", handle);
@@ -159,7 +161,7 @@ int free_device_memory(ibv_dm* dm) {
     return 0;
 }
 
-// The kernel accepts a region of 0 bytes here, but not in host memory.
+// As in the kernel, `length` may be 0 here, but not for a region of host memory.
 ibv_mr* register_device_memory(ibv_pd* pd, ibv_dm* dm, std::uint64_t offset, std::size_t length, unsigned int access) {
     if (const auto fault = find_injected_fault("ibv_reg_dm_mr")) {
         return fail_null(*fault);

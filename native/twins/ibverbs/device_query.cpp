@@ -14,7 +14,8 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Encoded port attributes: 4 lanes, 25 Gbit/s per lane, and the physical state LinkUp.
+// Port attributes in the encoding of the InfiniBand specification (PortInfo): 4 lanes, 25 Gbit/s per lane, and the
+// physical state LinkUp.
 constexpr std::uint8_t width_4x = 2;
 constexpr std::uint8_t speed_edr = 32;
 constexpr std::uint8_t link_up = 5;
@@ -46,8 +47,8 @@ ibv_device_attr make_device_attributes(const Device& device) {
     std::memcpy(&attr.node_guid, device.guid.data(), device.guid.size());
     std::memcpy(&attr.sys_image_guid, device.guid.data(), device.guid.size());
     attr.max_mr_size = 1ULL << 47;
-    attr.page_size_cap = 0xfffff000U;
-    // The vendor id is not an assigned one, because this is not a vendor's device.
+    attr.page_size_cap = 0xfffff000U; // bit n: pages of 2^n bytes, so all sizes from 4 KiB to 2 GiB
+    // No vendor has this vendor id, because the twin is not a vendor's device.
     attr.vendor_id = 0xffffff;
     attr.hw_ver = 1;
     attr.max_qp = 4096;
@@ -143,7 +144,7 @@ int query_real_time_values(ibv_context* context, ibv_values_ex* values) {
     // As with mlx5, the mask on return tells which values were read, and the clock is in cycles.
     values->comp_mask &= IBV_VALUES_MASK_RAW_CLOCK;
     if (values->comp_mask != 0) {
-        values->raw_clock = {0, static_cast<long>(device_clock_cycles())};
+        values->raw_clock = {0, static_cast<long>(read_device_cycles())};
     }
     return 0;
 }
@@ -249,7 +250,8 @@ int ibv_get_pkey_index(ibv_context* context, std::uint8_t port_num, __be16 pkey)
 }
 
 // Export gdrkit_query_gid_type as ibv_query_gid_type with the version IBVERBS_PRIVATE_<number>. `separator` is "@@" for
-// the default version and "@" for the others.
+// the default version and "@" for the others. The included file, which the build generates, uses the macro once for
+// each number.
 #define GDRKIT_PRIVATE_VERSION(number, separator)                                                                      \
     [[gnu::alias("gdrkit_query_gid_type"), gnu::visibility("default")]] int gdrkit_query_gid_type_##number(            \
         ibv_context*, std::uint8_t, unsigned int, int*);                                                               \

@@ -17,29 +17,29 @@
 
 namespace gdrkit::twin::verbs {
 
-// Counts the events of an object that the client took and acknowledged. Destroying the object waits until the counts
-// are equal.
+// Counts how many events of an object the client has taken, and how many it has acknowledged. Destroying the object
+// waits until the counts are equal.
 class EventCounter {
 public:
     void count_taken() {
         std::lock_guard lock(mutex_);
-        ++taken_;
+        ++taken_count_;
     }
     void acknowledge(std::uint32_t count) {
         std::lock_guard lock(mutex_);
-        acknowledged_ += count;
-        changed_.notify_all();
+        acknowledged_count_ += count;
+        counts_changed_.notify_all();
     }
     void wait_until_acknowledged() {
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [this] { return acknowledged_ >= taken_; });
+        counts_changed_.wait(lock, [this] { return acknowledged_count_ >= taken_count_; });
     }
 
 private:
     std::mutex mutex_;
-    std::condition_variable changed_;
-    std::uint64_t taken_ = 0;
-    std::uint64_t acknowledged_ = 0;
+    std::condition_variable counts_changed_;
+    std::uint64_t taken_count_ = 0;
+    std::uint64_t acknowledged_count_ = 0;
 };
 
 template <typename Event> class EventQueue {
@@ -86,8 +86,8 @@ public:
             if ((flags & O_NONBLOCK) != 0) {
                 return EAGAIN;
             }
-            pollfd readable{fd_.get(), POLLIN, 0};
-            if (poll(&readable, 1, -1) < 0) {
+            pollfd poll_fd{fd_.get(), POLLIN, 0};
+            if (poll(&poll_fd, 1, -1) < 0) {
                 return errno;
             }
         }
@@ -109,8 +109,8 @@ public:
 private:
     // The count of the eventfd equals the number of events, so this read never blocks.
     void decrement_eventfd() {
-        eventfd_t value = 0;
-        eventfd_read(fd_.get(), &value);
+        eventfd_t decrement = 0; // always 1 (EFD_SEMAPHORE)
+        eventfd_read(fd_.get(), &decrement);
     }
 
     Fd fd_;

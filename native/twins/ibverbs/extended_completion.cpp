@@ -15,22 +15,25 @@ constexpr std::uint64_t timestamp_flags =
 // VLAN tags, flow tags and tag matching belong to features that the device does not have.
 constexpr std::uint64_t supported_wc_flags = IBV_WC_STANDARD_FLAGS | timestamp_flags;
 constexpr std::uint32_t supported_comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS | IBV_CQ_INIT_ATTR_MASK_PD;
-constexpr std::uint32_t supported_flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED | IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN;
+constexpr std::uint32_t supported_creation_flags =
+    IBV_CREATE_CQ_ATTR_SINGLE_THREADED | IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN;
 
 CompletionQueueHandle* get_extended_cq_handle(ibv_cq_ex* cq) {
     return get_cq_handle(ibv_cq_ex_to_cq(cq));
 }
 
-const Completion& get_current(ibv_cq_ex* cq) {
-    return get_extended_cq_handle(cq)->current;
+const Completion& get_current_completion(ibv_cq_ex* cq) {
+    return get_extended_cq_handle(cq)->current_completion;
 }
 
+// Take the next completion from the queue. The ibv_wc_read_* functions then return its fields. Return 0, ENOENT (the
+// queue is empty) or EIO (overrun).
 int take_next(ibv_cq_ex* cq) {
     CompletionQueueHandle* const handle = get_extended_cq_handle(cq);
-    const int error = handle->impl->take(&handle->current);
+    const int error = handle->impl->take(&handle->current_completion);
     if (error == 0) {
-        cq->status = handle->current.wc.status;
-        cq->wr_id = handle->current.wc.wr_id;
+        cq->status = handle->current_completion.wc.status;
+        cq->wr_id = handle->current_completion.wc.wr_id;
     }
     return error;
 }
@@ -74,27 +77,32 @@ void end_poll(ibv_cq_ex* cq) {
 // Set the functions that read a completion. As with real providers, the functions for fields that the client has not
 // requested stay null.
 void fill_read_functions(ibv_cq_ex* cq, std::uint64_t wc_flags) {
-    cq->read_opcode = [](ibv_cq_ex* queue) { return get_current(queue).wc.opcode; };
-    cq->read_vendor_err = [](ibv_cq_ex* queue) { return get_current(queue).wc.vendor_err; };
-    cq->read_wc_flags = [](ibv_cq_ex* queue) { return get_current(queue).wc.wc_flags; };
-    const auto fill = [wc_flags](std::uint64_t flag, auto* function, auto implementation) {
+    cq->read_opcode = [](ibv_cq_ex* queue) { return get_current_completion(queue).wc.opcode; };
+    cq->read_vendor_err = [](ibv_cq_ex* queue) { return get_current_completion(queue).wc.vendor_err; };
+    cq->read_wc_flags = [](ibv_cq_ex* queue) { return get_current_completion(queue).wc.wc_flags; };
+    const auto set_if_requested = [wc_flags](std::uint64_t flag, auto* function, auto implementation) {
         if ((wc_flags & flag) != 0) {
             *function = implementation;
         }
     };
-    fill(IBV_WC_EX_WITH_BYTE_LEN, &cq->read_byte_len, [](ibv_cq_ex* queue) { return get_current(queue).wc.byte_len; });
-    fill(IBV_WC_EX_WITH_IMM, &cq->read_imm_data, [](ibv_cq_ex* queue) { return get_current(queue).wc.imm_data; });
-    fill(IBV_WC_EX_WITH_QP_NUM, &cq->read_qp_num, [](ibv_cq_ex* queue) { return get_current(queue).wc.qp_num; });
-    fill(IBV_WC_EX_WITH_SRC_QP, &cq->read_src_qp, [](ibv_cq_ex* queue) { return get_current(queue).wc.src_qp; });
-    fill(IBV_WC_EX_WITH_SLID, &cq->read_slid,
-         [](ibv_cq_ex* queue) { return std::uint32_t{get_current(queue).wc.slid}; });
-    fill(IBV_WC_EX_WITH_SL, &cq->read_sl, [](ibv_cq_ex* queue) { return get_current(queue).wc.sl; });
-    fill(IBV_WC_EX_WITH_DLID_PATH_BITS, &cq->read_dlid_path_bits,
-         [](ibv_cq_ex* queue) { return get_current(queue).wc.dlid_path_bits; });
-    fill(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP, &cq->read_completion_ts,
-         [](ibv_cq_ex* queue) { return get_current(queue).device_cycles; });
-    fill(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK, &cq->read_completion_wallclock_ns,
-         [](ibv_cq_ex* queue) { return get_current(queue).wallclock_ns; });
+    set_if_requested(IBV_WC_EX_WITH_BYTE_LEN, &cq->read_byte_len,
+                     [](ibv_cq_ex* queue) { return get_current_completion(queue).wc.byte_len; });
+    set_if_requested(IBV_WC_EX_WITH_IMM, &cq->read_imm_data,
+                     [](ibv_cq_ex* queue) { return get_current_completion(queue).wc.imm_data; });
+    set_if_requested(IBV_WC_EX_WITH_QP_NUM, &cq->read_qp_num,
+                     [](ibv_cq_ex* queue) { return get_current_completion(queue).wc.qp_num; });
+    set_if_requested(IBV_WC_EX_WITH_SRC_QP, &cq->read_src_qp,
+                     [](ibv_cq_ex* queue) { return get_current_completion(queue).wc.src_qp; });
+    set_if_requested(IBV_WC_EX_WITH_SLID, &cq->read_slid,
+                     [](ibv_cq_ex* queue) { return std::uint32_t{get_current_completion(queue).wc.slid}; });
+    set_if_requested(IBV_WC_EX_WITH_SL, &cq->read_sl,
+                     [](ibv_cq_ex* queue) { return get_current_completion(queue).wc.sl; });
+    set_if_requested(IBV_WC_EX_WITH_DLID_PATH_BITS, &cq->read_dlid_path_bits,
+                     [](ibv_cq_ex* queue) { return get_current_completion(queue).wc.dlid_path_bits; });
+    set_if_requested(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP, &cq->read_completion_ts,
+                     [](ibv_cq_ex* queue) { return get_current_completion(queue).device_cycles; });
+    set_if_requested(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK, &cq->read_completion_wallclock_ns,
+                     [](ibv_cq_ex* queue) { return get_current_completion(queue).wallclock_ns; });
 }
 
 // Return 0, EOPNOTSUPP or EINVAL, as mlx5_create_cq_ex does for the same arguments.
@@ -105,7 +113,7 @@ int check_extended_attributes(const ibv_cq_init_attr_ex& attr) {
     const bool has_flags = (attr.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS) != 0;
     const bool has_domain = (attr.comp_mask & IBV_CQ_INIT_ATTR_MASK_PD) != 0;
     const bool is_valid = (attr.comp_mask & ~supported_comp_mask) == 0 &&
-                          (!has_flags || (attr.flags & ~supported_flags) == 0) &&
+                          (!has_flags || (attr.flags & ~supported_creation_flags) == 0) &&
                           (!has_domain || is_parent_domain(attr.parent_domain));
     return is_valid ? 0 : EINVAL;
 }

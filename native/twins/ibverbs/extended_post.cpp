@@ -15,8 +15,10 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
+// Bits of ibv_qp_ex::wr_flags that the twin accepts.
 constexpr unsigned supported_wr_flags = IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED;
 
+// The operations that a queue pair can have: of the type UD (datagram), UC (unreliable), and RC or XRC (reliable).
 constexpr std::uint64_t datagram_operations = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
 constexpr std::uint64_t unreliable_operations = datagram_operations | IBV_QP_EX_WITH_SEND_WITH_INV |
                                                 IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM |
@@ -34,13 +36,15 @@ RequestBuilder* get_builder(ibv_qp_ex* qp, const char* function) {
     return builder;
 }
 
-void start(ibv_qp_ex* qp) {
+// The next three functions implement ibv_wr_start, ibv_wr_complete and ibv_wr_abort.
+
+void start_list(ibv_qp_ex* qp) {
     if (is_alive("ibv_qp", qp)) {
         get_extended_qp_handle(qp)->builder->start();
     }
 }
 
-int complete(ibv_qp_ex* qp) {
+int complete_list(ibv_qp_ex* qp) {
     RequestBuilder* const builder = get_builder(qp, "ibv_wr_complete");
     QueuePair& pair = *get_extended_qp_handle(qp)->impl;
     const auto fault = find_injected_fault("ibv_wr_complete");
@@ -57,21 +61,22 @@ void abort_list(ibv_qp_ex* qp) {
     get_builder(qp, "ibv_wr_abort")->finish();
 }
 
-ibv_send_wr& add(ibv_qp_ex* qp, ibv_wr_opcode opcode) {
+// Append a request to the started list of the queue pair.
+ibv_send_wr& add_request(ibv_qp_ex* qp, ibv_wr_opcode opcode) {
     return get_builder(qp, "an ibv_wr_* function")->add(*qp, opcode);
 }
 
 void add_rdma(ibv_qp_ex* qp, ibv_wr_opcode opcode, std::uint32_t rkey, std::uint64_t remote_address,
-              __be32 immediate = 0) {
-    ibv_send_wr& wr = add(qp, opcode);
+              __be32 immediate_data = 0) {
+    ibv_send_wr& wr = add_request(qp, opcode);
     wr.wr.rdma.rkey = rkey;
     wr.wr.rdma.remote_addr = remote_address;
-    wr.imm_data = immediate;
+    wr.imm_data = immediate_data;
 }
 
 void add_atomic(ibv_qp_ex* qp, ibv_wr_opcode opcode, std::uint32_t rkey, std::uint64_t remote_address,
                 std::uint64_t compare_or_add, std::uint64_t swap) {
-    ibv_send_wr& wr = add(qp, opcode);
+    ibv_send_wr& wr = add_request(qp, opcode);
     wr.wr.atomic.rkey = rkey;
     wr.wr.atomic.remote_addr = remote_address;
     wr.wr.atomic.compare_add = compare_or_add;
@@ -79,7 +84,7 @@ void add_atomic(ibv_qp_ex* qp, ibv_wr_opcode opcode, std::uint32_t rkey, std::ui
 }
 
 void add_bind(ibv_qp_ex* qp, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info* info) {
-    ibv_send_wr& wr = add(qp, IBV_WR_BIND_MW);
+    ibv_send_wr& wr = add_request(qp, IBV_WR_BIND_MW);
     wr.bind_mw.mw = mw;
     wr.bind_mw.rkey = rkey;
     wr.bind_mw.bind_info = *info;
@@ -89,20 +94,20 @@ void add_bind(ibv_qp_ex* qp, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_i
 }
 
 void add_invalidation(ibv_qp_ex* qp, ibv_wr_opcode opcode, std::uint32_t rkey) {
-    add(qp, opcode).invalidate_rkey = rkey;
+    add_request(qp, opcode).invalidate_rkey = rkey;
 }
 
 void set_datagram_address(ibv_qp_ex* qp, ibv_ah* ah, std::uint32_t remote_qpn, std::uint32_t remote_qkey) {
     RequestBuilder* const builder = get_builder(qp, "ibv_wr_set_ud_addr");
     if (!is_alive("ibv_ah", ah)) {
         builder->fail(EINVAL);
-    } else if (ibv_send_wr* const wr = builder->last()) {
+    } else if (ibv_send_wr* const wr = builder->last_request()) {
         wr->wr.ud = {ah, remote_qpn, remote_qkey};
     }
 }
 
 void set_xrc_srq_number(ibv_qp_ex* qp, std::uint32_t remote_srqn) {
-    if (ibv_send_wr* const wr = get_builder(qp, "ibv_wr_set_xrc_srqn")->last()) {
+    if (ibv_send_wr* const wr = get_builder(qp, "ibv_wr_set_xrc_srqn")->last_request()) {
         wr->qp_type.xrc.remote_srqn = remote_srqn;
     }
 }
@@ -117,46 +122,49 @@ void set_inline(ibv_qp_ex* qp, std::size_t count, const ibv_data_buf* buffers) {
         ->set_inline(buffers, count, get_extended_qp_handle(qp)->impl->capacity().max_inline_data);
 }
 
-void fill_send_functions(ibv_qp_ex* qp, std::uint64_t flags) {
-    const auto fill = [flags](std::uint64_t flag, auto* function, auto implementation) {
-        if ((flags & flag) != 0) {
+void fill_send_functions(ibv_qp_ex* qp, std::uint64_t operations) {
+    const auto set_if_requested = [operations](std::uint64_t operation, auto* function, auto implementation) {
+        if ((operations & operation) != 0) {
             *function = implementation;
         }
     };
-    fill(IBV_QP_EX_WITH_SEND, &qp->wr_send, [](ibv_qp_ex* pair) { add(pair, IBV_WR_SEND); });
-    fill(IBV_QP_EX_WITH_SEND_WITH_IMM, &qp->wr_send_imm,
-         [](ibv_qp_ex* pair, __be32 immediate) { add(pair, IBV_WR_SEND_WITH_IMM).imm_data = immediate; });
-    fill(IBV_QP_EX_WITH_SEND_WITH_INV, &qp->wr_send_inv,
-         [](ibv_qp_ex* pair, std::uint32_t rkey) { add_invalidation(pair, IBV_WR_SEND_WITH_INV, rkey); });
-    fill(IBV_QP_EX_WITH_LOCAL_INV, &qp->wr_local_inv,
-         [](ibv_qp_ex* pair, std::uint32_t rkey) { add_invalidation(pair, IBV_WR_LOCAL_INV, rkey); });
-    fill(IBV_QP_EX_WITH_BIND_MW, &qp->wr_bind_mw, add_bind);
+    set_if_requested(IBV_QP_EX_WITH_SEND, &qp->wr_send, [](ibv_qp_ex* pair) { add_request(pair, IBV_WR_SEND); });
+    set_if_requested(IBV_QP_EX_WITH_SEND_WITH_IMM, &qp->wr_send_imm, [](ibv_qp_ex* pair, __be32 immediate_data) {
+        add_request(pair, IBV_WR_SEND_WITH_IMM).imm_data = immediate_data;
+    });
+    set_if_requested(IBV_QP_EX_WITH_SEND_WITH_INV, &qp->wr_send_inv,
+                     [](ibv_qp_ex* pair, std::uint32_t rkey) { add_invalidation(pair, IBV_WR_SEND_WITH_INV, rkey); });
+    set_if_requested(IBV_QP_EX_WITH_LOCAL_INV, &qp->wr_local_inv,
+                     [](ibv_qp_ex* pair, std::uint32_t rkey) { add_invalidation(pair, IBV_WR_LOCAL_INV, rkey); });
+    set_if_requested(IBV_QP_EX_WITH_BIND_MW, &qp->wr_bind_mw, add_bind);
 }
 
-void fill_rdma_functions(ibv_qp_ex* qp, std::uint64_t flags) {
-    const auto fill = [flags](std::uint64_t flag, auto* function, auto implementation) {
-        if ((flags & flag) != 0) {
+void fill_rdma_functions(ibv_qp_ex* qp, std::uint64_t operations) {
+    const auto set_if_requested = [operations](std::uint64_t operation, auto* function, auto implementation) {
+        if ((operations & operation) != 0) {
             *function = implementation;
         }
     };
-    fill(IBV_QP_EX_WITH_RDMA_WRITE, &qp->wr_rdma_write, [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote) {
-        add_rdma(pair, IBV_WR_RDMA_WRITE, rkey, remote);
-    });
-    fill(IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM, &qp->wr_rdma_write_imm,
-         [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote, __be32 immediate) {
-             add_rdma(pair, IBV_WR_RDMA_WRITE_WITH_IMM, rkey, remote, immediate);
-         });
-    fill(IBV_QP_EX_WITH_RDMA_READ, &qp->wr_rdma_read, [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote) {
-        add_rdma(pair, IBV_WR_RDMA_READ, rkey, remote);
-    });
-    fill(IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP, &qp->wr_atomic_cmp_swp,
-         [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote, std::uint64_t compare, std::uint64_t swap) {
-             add_atomic(pair, IBV_WR_ATOMIC_CMP_AND_SWP, rkey, remote, compare, swap);
-         });
-    fill(IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD, &qp->wr_atomic_fetch_add,
-         [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote, std::uint64_t addend) {
-             add_atomic(pair, IBV_WR_ATOMIC_FETCH_AND_ADD, rkey, remote, addend, 0);
-         });
+    set_if_requested(IBV_QP_EX_WITH_RDMA_WRITE, &qp->wr_rdma_write,
+                     [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote_address) {
+                         add_rdma(pair, IBV_WR_RDMA_WRITE, rkey, remote_address);
+                     });
+    set_if_requested(IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM, &qp->wr_rdma_write_imm,
+                     [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote_address, __be32 immediate_data) {
+                         add_rdma(pair, IBV_WR_RDMA_WRITE_WITH_IMM, rkey, remote_address, immediate_data);
+                     });
+    set_if_requested(IBV_QP_EX_WITH_RDMA_READ, &qp->wr_rdma_read,
+                     [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote_address) {
+                         add_rdma(pair, IBV_WR_RDMA_READ, rkey, remote_address);
+                     });
+    set_if_requested(
+        IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP, &qp->wr_atomic_cmp_swp,
+        [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote_address, std::uint64_t compare,
+           std::uint64_t swap) { add_atomic(pair, IBV_WR_ATOMIC_CMP_AND_SWP, rkey, remote_address, compare, swap); });
+    set_if_requested(IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD, &qp->wr_atomic_fetch_add,
+                     [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote_address, std::uint64_t addend) {
+                         add_atomic(pair, IBV_WR_ATOMIC_FETCH_AND_ADD, rkey, remote_address, addend, 0);
+                     });
 }
 
 } // namespace
@@ -194,7 +202,7 @@ ibv_send_wr& RequestBuilder::add(const ibv_qp_ex& qp, ibv_wr_opcode opcode) {
     return wr;
 }
 
-ibv_send_wr* RequestBuilder::last() {
+ibv_send_wr* RequestBuilder::last_request() {
     if (requests_.empty()) {
         fail(EINVAL);
         return nullptr;
@@ -203,7 +211,7 @@ ibv_send_wr* RequestBuilder::last() {
 }
 
 void RequestBuilder::set_sges(const ibv_sge* sges, std::size_t count, std::uint32_t max_count) {
-    if (last() == nullptr) {
+    if (last_request() == nullptr) {
         return;
     }
     if (count > max_count) {
@@ -214,18 +222,18 @@ void RequestBuilder::set_sges(const ibv_sge* sges, std::size_t count, std::uint3
 }
 
 void RequestBuilder::set_inline(const ibv_data_buf* buffers, std::size_t count, std::uint32_t max_bytes) {
-    if (last() == nullptr) {
+    if (last_request() == nullptr) {
         return;
     }
-    std::vector<std::byte>& data = requests_.back().inline_data;
-    data.clear();
+    std::vector<std::byte>& inline_data = requests_.back().inline_data;
+    inline_data.clear();
     for (const ibv_data_buf* buffer = buffers; buffer != buffers + count; ++buffer) {
-        if (buffer->length > max_bytes - data.size()) {
+        if (buffer->length > max_bytes - inline_data.size()) {
             fail(ENOMEM);
             return;
         }
         const auto* const bytes = static_cast<const std::byte*>(buffer->addr);
-        data.insert(data.end(), bytes, bytes + buffer->length);
+        inline_data.insert(inline_data.end(), bytes, bytes + buffer->length);
     }
     if (!carries_data(requests_.back().wr.opcode)) {
         fail(EINVAL);
@@ -254,6 +262,7 @@ ibv_send_wr* RequestBuilder::link() {
     ibv_send_wr* next = nullptr;
     for (auto request = requests_.rbegin(); request != requests_.rend(); ++request) {
         ibv_send_wr& wr = request->wr;
+        // The list for ibv_post_send refers to inline data by one SGE.
         if ((wr.send_flags & IBV_SEND_INLINE) != 0) {
             request->sges.assign(1, {reinterpret_cast<std::uint64_t>(request->inline_data.data()),
                                      static_cast<std::uint32_t>(request->inline_data.size()), 0});
@@ -266,28 +275,28 @@ ibv_send_wr* RequestBuilder::link() {
     return next;
 }
 
-bool supports_send_operations(ibv_qp_type type, std::uint64_t flags) {
+bool supports_send_operations(ibv_qp_type type, std::uint64_t operations) {
     switch (type) {
     case IBV_QPT_RC:
     case IBV_QPT_XRC_SEND:
-        return (flags & ~reliable_operations) == 0;
+        return (operations & ~reliable_operations) == 0;
     case IBV_QPT_UC:
-        return (flags & ~unreliable_operations) == 0;
+        return (operations & ~unreliable_operations) == 0;
     case IBV_QPT_UD:
-        return (flags & ~datagram_operations) == 0;
+        return (operations & ~datagram_operations) == 0;
     default:
         return false;
     }
 }
 
-void enable_extended_posts(QueuePairHandle* handle, std::uint64_t flags) {
+void enable_extended_posts(QueuePairHandle* handle, std::uint64_t operations) {
     handle->builder = std::make_unique<RequestBuilder>();
     ibv_qp_ex* const qp = &handle->public_qp_ex;
-    qp->wr_start = start;
-    qp->wr_complete = complete;
+    qp->wr_start = start_list;
+    qp->wr_complete = complete_list;
     qp->wr_abort = abort_list;
-    fill_send_functions(qp, flags);
-    fill_rdma_functions(qp, flags);
+    fill_send_functions(qp, operations);
+    fill_rdma_functions(qp, operations);
     if (qp->qp_base.qp_type == IBV_QPT_UD) {
         qp->wr_set_ud_addr = set_datagram_address;
     } else if (qp->qp_base.qp_type == IBV_QPT_XRC_SEND) {

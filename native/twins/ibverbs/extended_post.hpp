@@ -1,4 +1,4 @@
-// The extended functions to post send requests (ibv_wr_*): a program starts a list, adds requests by the ibv_wr_*
+// The extended functions to post send requests (ibv_wr_*): a program starts a list, adds requests with the ibv_wr_*
 // functions, and completes or aborts the list.
 #pragma once
 
@@ -17,26 +17,27 @@ class RequestBuilder {
 public:
     // Take the lock, which keeps every other thread from posting, and begin with an empty list.
     void start();
-    // Release the lock.
+    // Discard the requests and release the lock.
     void finish();
-    // End the process if no list is started: the providers' functions would write to an undefined entry.
+    // End the process if no list is started: the functions of real providers would then write to an undefined entry of
+    // the send queue.
     void require_started(const char* function) const;
 
     // Append a request with the wr_id and flags that the client has set in `qp`.
     ibv_send_wr& add(const ibv_qp_ex& qp, ibv_wr_opcode opcode);
-    // Return the last request; nullptr, with the error EINVAL, if there is none.
-    ibv_send_wr* last();
+    // Return the request that was added last. If there is none, record the error EINVAL and return nullptr.
+    ibv_send_wr* last_request();
     void set_sges(const ibv_sge* sges, std::size_t count, std::uint32_t max_count);
     void set_inline(const ibv_data_buf* buffers, std::size_t count, std::uint32_t max_bytes);
     // Record an error. ibv_wr_complete returns the first error of the list.
     void fail(int error) { error_ = error_ == 0 ? error : error_; }
 
-    // Return 0, or the errno with which the list fails. A list that passes is posted completely.
+    // Return 0, or the errno with which the list fails. If check() returns 0, the queue pair accepts the whole list.
     [[nodiscard]] int check(ibv_qp_type type, std::uint32_t free_slot_count) const;
-    // Link the requests. Return the first one; nullptr if there is none.
+    // Link the requests to a list for ibv_post_send. Return the first request; nullptr if there is none.
     ibv_send_wr* link();
 
-    // A client that posts by ibv_post_send holds this lock too.
+    // A thread holds this lock from ibv_wr_start to ibv_wr_complete or ibv_wr_abort, and during ibv_post_send.
     std::binary_semaphore lock{1};
 
 private:
@@ -51,9 +52,9 @@ private:
 };
 
 // Return whether a queue pair of this type can have these operations (enum ibv_qp_create_send_ops_flags).
-bool supports_send_operations(ibv_qp_type type, std::uint64_t flags);
+bool supports_send_operations(ibv_qp_type type, std::uint64_t operations);
 
-// Set the function pointers of these operations in a queue pair.
-void enable_extended_posts(QueuePairHandle* handle, std::uint64_t flags);
+// Set the function pointers of a queue pair for ibv_wr_start, ibv_wr_complete, ibv_wr_abort and these operations.
+void enable_extended_posts(QueuePairHandle* handle, std::uint64_t operations);
 
 } // namespace gdrkit::twin::verbs

@@ -18,15 +18,15 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Before a responder revokes a grant, it waits until the requester's copy has ended, but at most this time. A copy
-// takes less than a millisecond, so a requester that takes longer is considered stopped. The responder notices at once
-// if the requester's process dies.
+// A responder that revokes a grant waits until a running copy of the requester has ended, but at most this time. A copy
+// takes less than a millisecond, so a requester that exceeds this time is considered stopped. The responder notices at
+// once if the requester's process dies.
 constexpr std::chrono::seconds requester_timeout{5};
 
-// All issuers of this process that are not closed.
+// The issuers of this process that are not closed.
 struct Issuers {
-    std::mutex mutex; // is locked before the lock of an issuer
-    std::vector<GrantIssuer*> open;
+    std::mutex mutex; // a thread that also locks an issuer locks this mutex first
+    std::vector<GrantIssuer*> open_issuers;
 };
 
 Issuers& issuers() {
@@ -44,16 +44,16 @@ std::uint64_t take_growth(const std::atomic<std::uint64_t>& counter, std::uint64
 
 std::shared_ptr<GrantIssuer> GrantIssuer::make(GrantTable* table, int requester_process_id, Device* device) {
     // The kernel reports process 0 if the peer is in a PID namespace that this process cannot see.
-    Fd process(requester_process_id > 0 ? static_cast<int>(syscall(SYS_pidfd_open, requester_process_id, 0)) : -1);
-    if (!process) {
+    Fd pidfd(requester_process_id > 0 ? static_cast<int>(syscall(SYS_pidfd_open, requester_process_id, 0)) : -1);
+    if (!pidfd) {
         return nullptr;
     }
     // The security module Yama permits only ancestors to access the memory of a process. This call permits it to all
     // processes of the user. Without Yama the call fails, and is not needed.
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
-    auto issuer = std::shared_ptr<GrantIssuer>(new GrantIssuer(table, std::move(process), device));
+    auto issuer = std::shared_ptr<GrantIssuer>(new GrantIssuer(table, std::move(pidfd), device));
     std::lock_guard lock(issuers().mutex);
-    issuers().open.push_back(issuer.get());
+    issuers().open_issuers.push_back(issuer.get());
     return issuer;
 }
 
@@ -113,16 +113,17 @@ void GrantIssuer::wait_until_unused(std::uint32_t slot) {
         return;
     }
     const auto deadline = std::chrono::steady_clock::now() + requester_timeout;
-    pollfd process{requester_process_.get(), POLLIN, 0};
+    // A pidfd is readable when the process has ended.
+    pollfd pidfd_poll{requester_pidfd_.get(), POLLIN, 0};
     while (!is_unused() && !is_requester_gone_) {
-        is_requester_gone_ = poll(&process, 1, 1) > 0 || std::chrono::steady_clock::now() >= deadline;
+        is_requester_gone_ = poll(&pidfd_poll, 1, 1) > 0 || std::chrono::steady_clock::now() >= deadline;
     }
 }
 
 void GrantIssuer::close() {
     {
         std::lock_guard lock(issuers().mutex);
-        std::erase(issuers().open, this);
+        std::erase(issuers().open_issuers, this);
     }
     revoke_all();
     collect_traffic();
@@ -135,16 +136,16 @@ void GrantIssuer::collect_traffic() {
     if (table_ == nullptr) {
         return;
     }
-    Traffic::Direction& served = device_->traffic.served;
-    served.requests += take_growth(table_->request_count, &collected_requests_);
+    Traffic::Direction& served_traffic = device_->traffic.served;
+    served_traffic.requests += take_growth(table_->request_count, &collected_requests_);
     // The requester has already added these bytes to the counters of the port.
-    served.write_bytes.add_without_port(take_growth(table_->write_bytes, &collected_write_bytes_));
-    served.read_bytes.add_without_port(take_growth(table_->read_bytes, &collected_read_bytes_));
+    served_traffic.write_bytes.add_without_port(take_growth(table_->write_bytes, &collected_write_bytes_));
+    served_traffic.read_bytes.add_without_port(take_growth(table_->read_bytes, &collected_read_bytes_));
 }
 
 void collect_granted_traffic() {
     std::lock_guard lock(issuers().mutex);
-    for (GrantIssuer* const issuer : issuers().open) {
+    for (GrantIssuer* const issuer : issuers().open_issuers) {
         issuer->collect_traffic();
     }
 }

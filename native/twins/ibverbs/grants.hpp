@@ -1,7 +1,7 @@
 // Grants. With a grant from the responder, the requester of a connection copies directly to and from a region in the
 // responder's process, without a thread of the responder. The responder gives a grant after it has served a request to
-// the region. Before the region, the permissions or the state of the queue pair change, the responder revokes the grant
-// and waits for the end of a running copy.
+// the region. Before a change of the region, or of the permissions or the state of the queue pair, the responder
+// revokes the grant and waits for the end of a running copy.
 //
 // A grant gives the requester no new power: the system lets a process access the memory of another process only if it
 // may debug that process (ptrace). A requester that ignores the table can harm only programs of its own user.
@@ -23,9 +23,10 @@ class Region;
 struct Grant {
     std::atomic<std::uint32_t> is_valid{0};
     std::uint32_t rkey = 0;
-    // The range, as addresses in requests of the peer, and the address of its first byte in the responder's process.
+    // The range [begin, begin + length_bytes) of addresses that the peer's requests contain. `mapped_address` is the
+    // address of its first byte in the responder's process.
     std::uint64_t begin = 0, length_bytes = 0, mapped_address = 0;
-    std::uint32_t access = 0; // IBV_ACCESS_REMOTE_WRITE and IBV_ACCESS_REMOTE_READ
+    std::uint32_t access = 0; // the permitted ones of IBV_ACCESS_REMOTE_WRITE and IBV_ACCESS_REMOTE_READ
 };
 
 // The grants of a connection, in its shared memory. A requester stores the slot that it will use and then loads
@@ -44,8 +45,8 @@ struct GrantTable {
 // Gives and revokes the grants of one connection, for the responder.
 class GrantIssuer : public std::enable_shared_from_this<GrantIssuer> {
 public:
-    // `table` is valid until close(). Return nullptr if this process cannot observe whether the requester's process
-    // lives.
+    // The caller keeps `table` valid until close(). Return nullptr if this process cannot observe whether the
+    // requester's process lives.
     static std::shared_ptr<GrantIssuer> make(GrantTable* table, int requester_process_id, Device* device);
     ~GrantIssuer();
     GrantIssuer(const GrantIssuer&) = delete;
@@ -60,27 +61,30 @@ public:
     void revoke_all();
     // Revoke all grants, and do not use the table after this call.
     void close();
-    // Add the requests and bytes that the requester has copied since the last call to the device's served traffic.
+    // Add to the device's served traffic the requests and bytes that the requester has copied since the last call.
     void collect_traffic();
 
 private:
-    GrantIssuer(GrantTable* table, Fd requester_process, Device* device)
-        : table_(table), requester_process_(std::move(requester_process)), device_(device) {}
+    GrantIssuer(GrantTable* table, Fd requester_pidfd, Device* device)
+        : table_(table), requester_pidfd_(std::move(requester_pidfd)), device_(device) {}
     void revoke_slot(std::uint32_t slot);
     void wait_until_unused(std::uint32_t slot);
 
-    std::mutex mutex_; // is locked before the lock of a region
+    std::mutex mutex_; // a thread that also locks a region locks this mutex first
     GrantTable* table_;
-    const Fd requester_process_; // is readable when the process has ended
+    const Fd requester_pidfd_; // is readable when the requester's process has ended
     Device* const device_;
-    // Keys of the grants that this process has given; 0: the slot is free. The table itself cannot be trusted.
+    // Keys of the grants that this process has given; 0: the slot is free. The table itself is not trusted, because the
+    // peer can write it.
     std::array<std::uint32_t, GrantTable::slot_count> granted_rkeys_{};
     std::uint32_t next_slot_ = 0;
-    bool is_requester_gone_ = false; // its process has ended or is stopped, so that no revocation waits for it
+    // True if the requester's process has ended or is considered stopped. Then no revocation waits for it any more.
+    bool is_requester_gone_ = false;
+    // Values of the requester's counters at the last collect_traffic().
     std::uint64_t collected_requests_ = 0, collected_write_bytes_ = 0, collected_read_bytes_ = 0;
 };
 
-// Collect the traffic of all connections of this process.
+// Call collect_traffic() of all open issuers of this process.
 void collect_granted_traffic();
 
 } // namespace gdrkit::twin::verbs

@@ -13,7 +13,7 @@ namespace {
 
 struct Quarantine {
     std::mutex mutex;
-    std::deque<std::shared_ptr<void>> memory;
+    std::deque<std::shared_ptr<void>> objects; // the oldest first
 };
 
 Quarantine& quarantine_state() {
@@ -32,30 +32,30 @@ std::uint32_t make_next_handle() {
     return ++last_handle;
 }
 
-void track(std::string_view kind, const void* object) {
-    ledger_add(kind, get_ledger_key(object));
+void track(std::string_view type_name, const void* object) {
+    ledger_add(type_name, get_ledger_key(object));
 }
 
-bool is_alive(std::string_view kind, const void* object) {
+bool is_alive(std::string_view type_name, const void* object) {
     // If the handle is not live, ledger_remove aborts (double release) or returns false (unknown handle).
     return object != nullptr &&
-           (ledger_holds(kind, get_ledger_key(object)) || ledger_remove(kind, get_ledger_key(object)));
+           (ledger_holds(type_name, get_ledger_key(object)) || ledger_remove(type_name, get_ledger_key(object)));
 }
 
-bool untrack(std::string_view kind, const void* object) {
-    return ledger_remove(kind, get_ledger_key(object));
+bool untrack(std::string_view type_name, const void* object) {
+    return ledger_remove(type_name, get_ledger_key(object));
 }
 
-void quarantine(std::shared_ptr<void> memory) {
-    Quarantine& state = quarantine_state();
-    // Declared before the lock, so that its memory is freed after the lock is released.
-    std::shared_ptr<void> oldest;
-    std::lock_guard lock(state.mutex);
-    state.memory.push_back(std::move(memory));
+void quarantine(std::shared_ptr<void> object) {
+    Quarantine& quarantined = quarantine_state();
+    // This variable is declared before the lock, so that the object is freed after the lock is released.
+    std::shared_ptr<void> oldest_object;
+    std::lock_guard lock(quarantined.mutex);
+    quarantined.objects.push_back(std::move(object));
     // The ledger remembers only this number of releases, so the memory of older objects need not be kept.
-    if (state.memory.size() > max_remembered_releases) {
-        oldest = std::move(state.memory.front());
-        state.memory.pop_front();
+    if (quarantined.objects.size() > max_remembered_releases) {
+        oldest_object = std::move(quarantined.objects.front());
+        quarantined.objects.pop_front();
     }
 }
 

@@ -14,21 +14,21 @@ namespace gdrkit::twin::verbs {
 std::uint32_t make_next_handle();
 
 // Add a new object to the ledger.
-void track(std::string_view kind, const void* object);
+void track(std::string_view type_name, const void* object);
 
 // Return whether the object is alive. If it was released, abort the process and print the stacks of its creation, of
-// the release and of this call. Return false for a pointer that was never an object of this kind.
-[[nodiscard]] bool is_alive(std::string_view kind, const void* object);
+// the release and of this call. Return false for a pointer that was never an object of this type.
+[[nodiscard]] bool is_alive(std::string_view type_name, const void* object);
 
 // Remove the object from the ledger. Return false if another thread has released the object meanwhile.
-bool untrack(std::string_view kind, const void* object);
+bool untrack(std::string_view type_name, const void* object);
 
 // Keep the memory of a released object for a while, so that no new object gets its address.
-void quarantine(std::shared_ptr<void> memory);
+void quarantine(std::shared_ptr<void> object);
 
 // Remove the object from the ledger and quarantine its memory. Return false as untrack does.
-template <typename Handle> bool retire(std::string_view kind, Handle* handle) {
-    if (!untrack(kind, handle)) {
+template <typename Handle> bool retire(std::string_view type_name, Handle* handle) {
+    if (!untrack(type_name, handle)) {
         return false;
     }
     quarantine(std::shared_ptr<Handle>(handle));

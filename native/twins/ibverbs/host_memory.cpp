@@ -1,5 +1,5 @@
-// Memory of a region that the twin accesses directly: host memory, which counts against RLIMIT_MEMLOCK, and dma-bufs of
-// the twins, which this twin maps.
+// Memory of a region that the twin accesses directly: host memory, which counts against RLIMIT_MEMLOCK, and dma-bufs
+// that twins have exported, which this twin maps.
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -45,7 +45,7 @@ PageRange get_pages(const void* address, std::uint64_t length_bytes) {
 }
 
 bool has_cap_ipc_lock() {
-    constexpr unsigned cap_ipc_lock = 14;
+    constexpr unsigned cap_ipc_lock = 14; // the bit of CAP_IPC_LOCK in the mask of effective capabilities (CapEff)
     std::ifstream status("/proc/self/status");
     for (std::string line; std::getline(status, line);) {
         if (line.starts_with("CapEff:")) {
@@ -55,8 +55,9 @@ bool has_cap_ipc_lock() {
     return false;
 }
 
-// Add to the locked memory, or return EPERM or ENOMEM if the sum exceeds RLIMIT_MEMLOCK. Like the kernel, count a page
-// once for each region that contains it. The limit is read at each call because it may change while the process runs.
+// Add to the locked memory. If the sum exceeds RLIMIT_MEMLOCK, return ENOMEM, or EPERM if the limit is 0. Like the
+// kernel, count a page once for each region that contains it. The limit is read at each call because it may change
+// while the process runs.
 int charge_locked_bytes(std::uint64_t bytes) {
     LockedMemory& locked = locked_memory();
     std::lock_guard lock(locked.mutex);
@@ -119,14 +120,14 @@ public:
 private:
     std::byte* const base_;
     const std::uint64_t mapped_bytes_;
-    const std::uint64_t offset_bytes_;
+    const std::uint64_t offset_bytes_; // where the region begins in the mapping
     const Fd attachment_;
 };
 
 // Keep only the extents that overlap [*offset_bytes, *offset_bytes + length_bytes), and make *offset_bytes relative to
 // the first of them.
 void trim_to_range(ImportedDmabuf* imported, std::uint64_t* offset_bytes, std::uint64_t length_bytes) {
-    ImportedDmabuf overlapping;
+    ImportedDmabuf overlapping_part;
     std::uint64_t begin = 0;
     std::uint64_t skipped_bytes = 0;
     for (ImportedDmabuf::OwnedExtent& extent : imported->extents) {
@@ -134,18 +135,19 @@ void trim_to_range(ImportedDmabuf* imported, std::uint64_t* offset_bytes, std::u
         if (end <= *offset_bytes) {
             skipped_bytes = end;
         } else if (begin < *offset_bytes + length_bytes) {
-            overlapping.length_bytes += extent.length_bytes;
-            overlapping.extents.push_back(std::move(extent));
+            overlapping_part.length_bytes += extent.length_bytes;
+            overlapping_part.extents.push_back(std::move(extent));
         }
         begin = end;
     }
     *offset_bytes -= skipped_bytes;
-    *imported = std::move(overlapping);
+    *imported = std::move(overlapping_part);
 }
 
 } // namespace
 
-int make_host_memory(void* address, std::uint64_t length_bytes, bool writable, std::unique_ptr<Memory>* memory) {
+int make_host_memory(void* address, std::uint64_t length_bytes, bool must_be_writable,
+                     std::unique_ptr<Memory>* memory) {
     const PageRange pages = get_pages(address, length_bytes);
     const std::uint64_t locked_bytes = pages.end - pages.begin;
     if (const int error = charge_locked_bytes(locked_bytes); error != 0) {
@@ -153,7 +155,7 @@ int make_host_memory(void* address, std::uint64_t length_bytes, bool writable, s
     }
     // If the next check fails, the destructor of `host_memory` uncharges the bytes.
     auto host_memory = std::make_unique<HostMemory>(address, locked_bytes);
-    if (const int error = check_mapped(pages.begin, pages.end, writable); error != 0) {
+    if (const int error = check_mapped(pages.begin, pages.end, must_be_writable); error != 0) {
         return error;
     }
     *memory = std::move(host_memory);

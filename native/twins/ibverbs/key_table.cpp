@@ -12,13 +12,15 @@ std::uint32_t scramble_bits(std::uint32_t value) {
     return value ^ value >> 16;
 }
 
-std::shared_ptr<Region> find_usable_region(const RegionsByKey KeyTable::*regions, std::uint32_t key,
+// Return the region with this key if it belongs to the domain, permits the access and covers the range; else nullptr.
+// `map_member` is the map of the table for this type of key: by_lkey or by_rkey.
+std::shared_ptr<Region> find_usable_region(const RegionsByKey KeyTable::*map_member, std::uint32_t key,
                                            const ProtectionDomain* domain, unsigned required_access,
                                            std::uint64_t address, std::uint64_t size_bytes) {
     KeyTable& table = key_table();
     std::lock_guard lock(table.mutex);
-    const auto entry = (table.*regions).find(key);
-    if (entry == (table.*regions).end()) {
+    const auto entry = (table.*map_member).find(key);
+    if (entry == (table.*map_member).end()) {
         return nullptr;
     }
     const std::shared_ptr<Region>& region = entry->second;
@@ -34,8 +36,8 @@ KeyTable& key_table() {
     return *instance;
 }
 
-// The keys are scrambled values of a counter. No key repeats before all other keys were drawn, so the table need not
-// store used keys.
+// The keys are scrambled values of a counter. A key repeats only after all 2^32 values were used, so the table need not
+// store the keys of released regions.
 std::uint32_t draw_unused_key(KeyTable* table) {
     std::uint32_t key = 0;
     while (key == 0 || table->windows.contains(get_window_index(key))) {
@@ -62,9 +64,13 @@ void move_keys(const Region& old_region, const std::shared_ptr<Region>& region) 
     table.by_rkey[region->rkey] = region;
 }
 
-bool has_windows(const Region& region) {
+bool refuse_windows(Region* region) {
     std::lock_guard lock(key_table().mutex);
-    return region.window_count > 0;
+    if (region->window_count > 0) {
+        return false;
+    }
+    region->refuses_windows = true;
+    return true;
 }
 
 bool remove_keys(const Region& region) {

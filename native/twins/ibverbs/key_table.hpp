@@ -14,7 +14,8 @@ using RegionsByKey = std::unordered_map<std::uint32_t, std::shared_ptr<Region>>;
 
 struct KeyTable {
     std::mutex mutex;
-    std::uint32_t counter = static_cast<std::uint32_t>(random_u64()); // starts at a random value
+    // Each new key is a scrambled value of this counter, which starts at a random value.
+    std::uint32_t counter = static_cast<std::uint32_t>(random_u64());
     RegionsByKey by_lkey, by_rkey;
     // The memory windows, by the upper 24 bits of their rkey. Binding a window may change only the lower 8 bits.
     std::unordered_map<std::uint32_t, std::shared_ptr<Window>> windows;

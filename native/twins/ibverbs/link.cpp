@@ -18,8 +18,8 @@ constexpr std::size_t payload_ring_bytes = 1U << 20;
 constexpr std::size_t payload_alignment = 64;
 static_assert(payload_ring_bytes >= 2 * max_chunk_bytes);
 
-using AtomicCount = std::atomic<std::uint32_t>;
-static_assert(AtomicCount::is_always_lock_free && sizeof(AtomicCount) == 4);
+using AtomicU32 = std::atomic<std::uint32_t>;
+static_assert(AtomicU32::is_always_lock_free && sizeof(AtomicU32) == 4);
 
 // Wake the peer by one byte on the socket. Return false if the peer is gone. A full socket buffer is no failure,
 // because the unread bytes wake the peer.
@@ -39,9 +39,9 @@ bool has_reached(std::uint32_t count, std::uint32_t target) {
 
 // Copy a message out of shared memory exactly once. The empty asm statement keeps the compiler from reading the shared
 // memory again later, when the peer may have changed it.
-template <typename Message> Message read_once(const Message& shared) {
+template <typename Message> Message read_once(const Message& shared_message) {
     Message copy;
-    std::memcpy(&copy, &shared, sizeof copy);
+    std::memcpy(&copy, &shared_message, sizeof copy);
     asm volatile("" : : "r"(&copy) : "memory");
     return copy;
 }
@@ -52,13 +52,13 @@ template <typename Message> Message read_once(const Message& shared) {
 // lines to avoid false sharing.
 struct Link::ControlBlock {
     // Written by the requester.
-    alignas(64) AtomicCount request_count{0};
-    alignas(64) AtomicCount awaited_response_count{0}; // the sleeping requester waits for this number of responses
-    AtomicCount is_requester_asleep{0};
-    AtomicCount has_ended{0};
+    alignas(64) AtomicU32 request_count{0};
+    alignas(64) AtomicU32 awaited_response_count{0}; // the sleeping requester waits for this number of responses
+    AtomicU32 is_requester_asleep{0};
+    AtomicU32 has_ended{0}; // the requester has called mark_ended
     // Written by the responder.
-    alignas(64) AtomicCount response_count{0};
-    alignas(64) AtomicCount is_responder_asleep{0};
+    alignas(64) AtomicU32 response_count{0};
+    alignas(64) AtomicU32 is_responder_asleep{0};
     alignas(64) wire::Request requests[slot_count];
     alignas(64) wire::Response responses[slot_count];
     GrantTable grants;
@@ -66,6 +66,7 @@ struct Link::ControlBlock {
 
 namespace {
 
+// Space of the control block. The payload ring follows it.
 constexpr std::size_t control_bytes = 4 * 4096;
 constexpr std::size_t shared_memory_bytes = control_bytes + payload_ring_bytes;
 
@@ -118,17 +119,17 @@ std::optional<std::uint32_t> Link::reserve(std::size_t size_bytes) {
         reserved_bytes_ = released_bytes_ = 0;
     }
     // A request without payload reserves space too, so that an empty ring means that no request is in flight.
-    const std::size_t aligned_size =
+    const std::size_t aligned_bytes =
         (std::max<std::size_t>(size_bytes, 1) + payload_alignment - 1) / payload_alignment * payload_alignment;
     // A payload that does not fit at the end of the ring is placed at the start.
-    const std::size_t position = reserved_bytes_ % payload_ring_bytes;
-    const std::uint64_t begin = position + aligned_size > payload_ring_bytes
-                                    ? reserved_bytes_ + payload_ring_bytes - position
+    const std::size_t ring_position = reserved_bytes_ % payload_ring_bytes;
+    const std::uint64_t begin = ring_position + aligned_bytes > payload_ring_bytes
+                                    ? reserved_bytes_ + payload_ring_bytes - ring_position
                                     : reserved_bytes_;
-    if (begin + aligned_size - released_bytes_ > payload_ring_bytes) {
+    if (begin + aligned_bytes - released_bytes_ > payload_ring_bytes) {
         return std::nullopt;
     }
-    reserved_bytes_ = begin + aligned_size;
+    reserved_bytes_ = begin + aligned_bytes;
     return static_cast<std::uint32_t>(control_bytes + begin % payload_ring_bytes);
 }
 
@@ -136,20 +137,20 @@ void Link::release_up_to(std::uint64_t mark) {
     released_bytes_ = mark;
 }
 
-void Link::put_request(std::uint32_t number, const wire::Request& request) {
-    control_->requests[number % slot_count] = request;
+void Link::put_request(std::uint32_t request_number, const wire::Request& request) {
+    control_->requests[request_number % slot_count] = request;
 }
 
-// No wake-up is lost: a side that publishes first stores its count and then loads the peer's sleep flag. A side that
-// goes to sleep first stores its sleep flag and then loads the peer's count. All four accesses are sequentially
-// consistent. So either the sleeping side sees the new count, or the publishing side sees the flag and sends a wake-up.
+// No wake-up is lost. To publish, a side stores its count and then loads the peer's sleep flag. To go to sleep, a side
+// stores its sleep flag and then loads the peer's count. All four accesses are sequentially consistent. So either the
+// sleeping side sees the new count, or the publishing side sees the flag and sends a wake-up.
 
-void Link::store_request_count(std::uint32_t count) {
-    control_->request_count = count;
+void Link::store_request_count(std::uint32_t published_count) {
+    control_->request_count = published_count;
 }
 
-bool Link::publish_requests(std::uint32_t count, int socket) {
-    store_request_count(count);
+bool Link::publish_requests(std::uint32_t published_count, int socket) {
+    store_request_count(published_count);
     return control_->is_responder_asleep == 0 || control_->is_responder_asleep.exchange(0) == 0 ||
            send_wake_byte(socket);
 }
@@ -158,8 +159,8 @@ std::uint32_t Link::response_count() const {
     return control_->response_count.load(std::memory_order_acquire);
 }
 
-wire::Response Link::read_response(std::uint32_t number) const {
-    return read_once(control_->responses[number % slot_count]);
+wire::Response Link::read_response(std::uint32_t request_number) const {
+    return read_once(control_->responses[request_number % slot_count]);
 }
 
 void Link::mark_ended() {
@@ -171,10 +172,10 @@ bool Link::has_ended() const {
     return control_->has_ended.load(std::memory_order_acquire) != 0;
 }
 
-bool Link::request_wake_at(std::uint32_t count) {
-    control_->awaited_response_count = count;
+bool Link::request_wake_at(std::uint32_t awaited_count) {
+    control_->awaited_response_count = awaited_count;
     control_->is_requester_asleep = 1;
-    if (!has_reached(control_->response_count, count)) {
+    if (!has_reached(control_->response_count, awaited_count)) {
         return true;
     }
     control_->is_requester_asleep = 0;
@@ -185,8 +186,8 @@ std::uint32_t Link::request_count() const {
     return control_->request_count.load(std::memory_order_acquire);
 }
 
-wire::Request Link::read_request(std::uint32_t number) const {
-    return read_once(control_->requests[number % slot_count]);
+wire::Request Link::read_request(std::uint32_t request_number) const {
+    return read_once(control_->requests[request_number % slot_count]);
 }
 
 bool Link::is_payload_in_bounds(const wire::Request& request) {
@@ -197,18 +198,18 @@ bool Link::is_payload_in_bounds(const wire::Request& request) {
            request.chunk_bytes <= shared_memory_bytes - request.payload_offset;
 }
 
-void Link::put_response(std::uint32_t number, const wire::Response& response) {
-    control_->responses[number % slot_count] = response;
+void Link::put_response(std::uint32_t request_number, const wire::Response& response) {
+    control_->responses[request_number % slot_count] = response;
 }
 
-bool Link::store_response_count(std::uint32_t count) {
-    control_->response_count = count;
-    return control_->is_requester_asleep != 0 && has_reached(count, control_->awaited_response_count) &&
+bool Link::store_response_count(std::uint32_t published_count) {
+    control_->response_count = published_count;
+    return control_->is_requester_asleep != 0 && has_reached(published_count, control_->awaited_response_count) &&
            control_->is_requester_asleep.exchange(0) != 0;
 }
 
-void Link::publish_responses(std::uint32_t count, int socket) {
-    if (store_response_count(count)) {
+void Link::publish_responses(std::uint32_t published_count, int socket) {
+    if (store_response_count(published_count)) {
         // A failure is ignored, because the responder notices a dead requester when it waits for the next request.
         send_wake_byte(socket);
     }
@@ -237,9 +238,9 @@ bool Link::wait_for_request(std::uint32_t served_count, int socket) {
     return true;
 }
 
-bool Link::request_wake_after(std::uint32_t count) {
+bool Link::request_wake_after(std::uint32_t served_count) {
     control_->is_responder_asleep = 1;
-    if (control_->request_count == count) {
+    if (control_->request_count == served_count) {
         return true;
     }
     control_->is_responder_asleep = 0;

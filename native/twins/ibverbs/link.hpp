@@ -82,24 +82,25 @@ public:
 
     // Reserve space in the payload ring and return its offset; nullopt if there is not enough space at present.
     std::optional<std::uint32_t> reserve(std::size_t size_bytes);
-    // Return the number of bytes that were ever reserved. After a reservation, pass this number to release_up_to() to
-    // release the reserved space.
+    // Return the number of bytes that were ever reserved. Its value after a reservation is the mark with which
+    // release_up_to() releases that reservation.
     [[nodiscard]] std::uint64_t reserved_bytes() const { return reserved_bytes_; }
     // Release all space up to `mark`, a value of reserved_bytes(). Space must be released in the order of the
     // reservations.
     void release_up_to(std::uint64_t mark);
 
     // Store a request in the ring; publish_requests makes it visible.
-    void put_request(std::uint32_t number, const wire::Request& request);
-    // Make the first `count` requests visible and wake the responder if it sleeps. Return false if the peer is gone.
-    virtual bool publish_requests(std::uint32_t count, int socket);
+    void put_request(std::uint32_t request_number, const wire::Request& request);
+    // Make the first `published_count` requests visible and wake the responder if it sleeps. Return false if the peer
+    // is gone.
+    virtual bool publish_requests(std::uint32_t published_count, int socket);
     // Return the number of responses that the responder has published.
     [[nodiscard]] std::uint32_t response_count() const;
-    [[nodiscard]] wire::Response read_response(std::uint32_t number) const;
+    [[nodiscard]] wire::Response read_response(std::uint32_t request_number) const;
     // Tell the responder to drop all requests that it has not started, and drain the pipe.
     virtual void mark_ended();
-    // Request a wake-up when `count` responses exist. Return false if they exist already.
-    bool request_wake_at(std::uint32_t count);
+    // Request a wake-up when `awaited_count` responses exist. Return false if they exist already.
+    bool request_wake_at(std::uint32_t awaited_count);
     // Return the descriptor that becomes readable at a wake-up, and at the end of the connection.
     [[nodiscard]] virtual int wake_fd(int socket) const { return socket; }
     // Return whether publish_requests may wait for the peer.
@@ -113,13 +114,13 @@ public:
     [[nodiscard]] std::uint32_t request_count() const;
     // Return whether the requester has called mark_ended.
     [[nodiscard]] bool has_ended() const;
-    [[nodiscard]] wire::Request read_request(std::uint32_t number) const;
+    [[nodiscard]] wire::Request read_request(std::uint32_t request_number) const;
     // Return whether the request's payload lies within the payload ring.
     static bool is_payload_in_bounds(const wire::Request& request);
-    void put_response(std::uint32_t number, const wire::Response& response);
-    // Make the first `count` responses visible. Wake the requester if it sleeps and waits for at most `count`
-    // responses.
-    virtual void publish_responses(std::uint32_t count, int socket);
+    void put_response(std::uint32_t request_number, const wire::Response& response);
+    // Make the first `published_count` responses visible. Wake the requester if it sleeps and waits for at most
+    // `published_count` responses.
+    virtual void publish_responses(std::uint32_t published_count, int socket);
     // Return a buffer for one chunk, which the peer cannot access; nullptr if it cannot be created.
     BounceBuffer* get_private_buffer();
     // Wait until more than `served_count` requests exist. Return false at the end of the connection: the responder then
@@ -130,26 +131,28 @@ protected:
     // Offset of the payload ring in the memory.
     static constexpr std::uint32_t payload_offset = 4 * 4096;
 
-    // Make rings in memory that is not shared, without a pipe. Return nullptr and set errno on failure.
+    // Create memory with empty rings. Return nullptr and set errno on failure.
     static std::unique_ptr<BounceBuffer> make_memory();
+    // `pipe` is nullptr for a link over TCP.
     Link(std::unique_ptr<BounceBuffer> memory, std::unique_ptr<Pipe> pipe);
     // Store the number of published requests.
-    void store_request_count(std::uint32_t count);
+    void store_request_count(std::uint32_t published_count);
     // Store the number of published responses. Return whether the requester sleeps and must be woken.
-    bool store_response_count(std::uint32_t count);
+    bool store_response_count(std::uint32_t published_count);
 
 private:
     struct ControlBlock;
 
-    // Request a wake-up when more than `count` requests exist. Return false if they exist already.
-    bool request_wake_after(std::uint32_t count);
+    // Request a wake-up when more than `served_count` requests exist. Return false if they exist already.
+    bool request_wake_after(std::uint32_t served_count);
 
     std::unique_ptr<BounceBuffer> memory_;
     std::unique_ptr<Pipe> pipe_;
     // The responder's private buffer, created at first use.
     std::unique_ptr<BounceBuffer> private_buffer_;
     ControlBlock* control_; // begin of the shared memory
-    // Bytes of the payload ring that were ever reserved, and ever released. Bytes skipped at the end of the ring count.
+    // Bytes of the payload ring that were ever reserved, and ever released. Bytes that a reservation skips at the end
+    // of the ring are counted too.
     std::uint64_t reserved_bytes_ = 0, released_bytes_ = 0;
 };
 

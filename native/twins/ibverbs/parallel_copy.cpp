@@ -16,10 +16,10 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A smaller copy takes less time than another thread needs to notice it.
+// A smaller copy is not divided, because it ends before another thread has noticed it.
 constexpr std::size_t min_parallel_bytes = 256U << 10;
 constexpr std::size_t piece_bytes = 128U << 10;
-// Size of the part that is copied last.
+// Size of the end of a message, which is copied after all pieces.
 constexpr std::size_t tail_bytes = 64;
 
 // A yield or the copy of a piece takes longer than these times only if other threads use the processor. The scheduler
@@ -28,10 +28,11 @@ constexpr std::size_t tail_bytes = 64;
 constexpr std::chrono::microseconds longest_yield{50}, longest_piece{200};
 constexpr std::chrono::milliseconds help_pause{20};
 thread_local std::chrono::steady_clock::time_point help_again_at{};
-// A yield that takes `whole_slice` gave the processor to a thread that used its whole time slice, perhaps to spin for a
-// lock that this thread holds while it polls (UCX polls with the lock of its worker). If this thread yields only inside
-// polls, it always holds the lock then, and the spinning thread never gets it. So this thread does not yield for
-// `yield_pause`, and the scheduler stops it at any point, also between two polls.
+// A yield that takes longer than `whole_slice` gave the processor to a thread that used its whole time slice, perhaps
+// to spin for a lock that this thread holds while it polls (UCX polls with the lock of its worker). This thread yields
+// only inside polls, so the lock is always held during a yield, and the spinning thread never gets it. Therefore this
+// thread does not yield for `yield_pause`. Then the scheduler stops it at any point, also between two polls, when the
+// lock is free.
 constexpr std::chrono::microseconds whole_slice{1000};
 constexpr std::chrono::milliseconds yield_pause{5};
 thread_local std::chrono::steady_clock::time_point yield_again_at{};
@@ -39,26 +40,29 @@ thread_local std::chrono::steady_clock::time_point yield_again_at{};
 constexpr std::chrono::microseconds longest_gap{10};
 
 PeerCopy make_copy_part(const PeerCopy& copy, std::size_t offset, std::size_t size_bytes) {
-    return {copy.process_id, copy.is_read, copy.local + offset, copy.remote_address + offset, size_bytes};
+    return {copy.process_id, copy.is_read, copy.local_address + offset, copy.remote_address + offset, size_bytes};
 }
 
-// The raw system calls bypass the libc functions that ThreadSanitizer intercepts, as in bounce_buffer.cpp.
-long move_ranges(int process_id, bool is_read, std::span<const iovec> local, std::span<const iovec> remote) {
-    return syscall(is_read ? SYS_process_vm_readv : SYS_process_vm_writev, process_id, local.data(), local.size(),
-                   remote.data(), remote.size(), 0);
+// Copy between this process and another one. Return the number of copied bytes, or -1 with errno. The raw system calls
+// bypass the libc functions that ThreadSanitizer intercepts, because it would report these copies as data races (see
+// bounce_buffer.cpp).
+long move_ranges(int process_id, bool is_read, std::span<const iovec> local_ranges,
+                 std::span<const iovec> remote_ranges) {
+    return syscall(is_read ? SYS_process_vm_readv : SYS_process_vm_writev, process_id, local_ranges.data(),
+                   local_ranges.size(), remote_ranges.data(), remote_ranges.size(), 0);
 }
 
 } // namespace
 
 bool copy_with_peer(const PeerCopy& copy) {
-    iovec local{copy.local, copy.size_bytes};
-    iovec remote{reinterpret_cast<void*>(copy.remote_address), copy.size_bytes};
-    while (local.iov_len > 0) {
-        const long moved_bytes = move_ranges(copy.process_id, copy.is_read, {&local, 1}, {&remote, 1});
+    iovec local_range{copy.local_address, copy.size_bytes};
+    iovec remote_range{reinterpret_cast<void*>(copy.remote_address), copy.size_bytes};
+    while (local_range.iov_len > 0) {
+        const long moved_bytes = move_ranges(copy.process_id, copy.is_read, {&local_range, 1}, {&remote_range, 1});
         if (moved_bytes <= 0) {
             return false;
         }
-        for (iovec* const range : {&local, &remote}) {
+        for (iovec* const range : {&local_range, &remote_range}) {
             range->iov_base = static_cast<char*>(range->iov_base) + moved_bytes;
             range->iov_len -= static_cast<std::size_t>(moved_bytes);
         }
@@ -66,12 +70,13 @@ bool copy_with_peer(const PeerCopy& copy) {
     return true;
 }
 
-bool copy_lists_with_peer(int process_id, bool is_read, std::span<const iovec> local, std::span<const iovec> remote) {
+bool copy_lists_with_peer(int process_id, bool is_read, std::span<const iovec> local_ranges,
+                          std::span<const iovec> remote_ranges) {
     std::size_t size_bytes = 0;
-    for (const iovec& range : local) {
+    for (const iovec& range : local_ranges) {
         size_bytes += range.iov_len;
     }
-    return move_ranges(process_id, is_read, local, remote) == static_cast<long>(size_bytes);
+    return move_ranges(process_id, is_read, local_ranges, remote_ranges) == static_cast<long>(size_bytes);
 }
 
 bool ParallelCopy::run(const PeerCopy& copy) {
@@ -87,18 +92,18 @@ bool ParallelCopy::run(const PeerCopy& copy) {
         has_failed_ = false;
         has_free_pieces_ = true;
     }
-    while (copy_next_piece(false)) {
+    while (copy_next_piece(/*from_end=*/false)) {
     }
     // Spin before sleeping: a helper ends its last piece soon, and waking this thread would take longer.
     spin_until([this] { return active_count_ == 0; });
-    for (int count = active_count_; count != 0; count = active_count_) {
-        active_count_.wait(count);
+    for (int running_count = active_count_; running_count != 0; running_count = active_count_) {
+        active_count_.wait(running_count);
     }
     return !has_failed_ && copy_with_peer(make_copy_part(copy, tail_offset, tail_bytes));
 }
 
 void ParallelCopy::help() {
-    for (auto now = Clock::now(); has_free_pieces_ && now >= help_again_at && copy_next_piece(true);) {
+    for (auto now = Clock::now(); has_free_pieces_ && now >= help_again_at && copy_next_piece(/*from_end=*/true);) {
         const auto began_at = std::exchange(now, Clock::now());
         if (now - began_at > longest_piece) {
             help_again_at = now + help_pause;
@@ -123,7 +128,7 @@ void ParallelCopy::yield_processor() {
 
 bool ParallelCopy::copy_next_piece(bool from_end) {
     PeerCopy piece{};
-    Clock::time_point begin_at;
+    Clock::time_point may_begin_at;
     {
         std::lock_guard lock(mutex_);
         const std::size_t size_bytes = std::min(piece_bytes, end_offset_ - begin_offset_);
@@ -134,18 +139,19 @@ bool ParallelCopy::copy_next_piece(bool from_end) {
         (from_end ? end_offset_ : begin_offset_) += from_end ? -size_bytes : size_bytes;
         has_free_pieces_ = begin_offset_ != end_offset_;
         ++active_count_;
-        begin_at = std::max(Clock::now(), next_begin_at_);
-        next_begin_at_ = begin_at + gap_;
+        may_begin_at = std::max(Clock::now(), next_begin_at_);
+        next_begin_at_ = may_begin_at + gap_;
     }
-    while (Clock::now() < begin_at) {
+    // Wait until the other thread is halfway through its piece.
+    while (Clock::now() < may_begin_at) {
     }
     const bool has_copied = copy_with_peer(piece);
     {
         std::lock_guard lock(mutex_);
-        gap_ = std::min<Clock::duration>((Clock::now() - begin_at) / 2, longest_gap);
+        gap_ = std::min<Clock::duration>((Clock::now() - may_begin_at) / 2, longest_gap);
         if (!has_copied) {
             has_failed_ = true;
-            end_offset_ = begin_offset_;
+            end_offset_ = begin_offset_; // the pieces that remain are not copied
             has_free_pieces_ = false;
         }
     }

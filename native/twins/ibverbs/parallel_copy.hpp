@@ -1,4 +1,4 @@
-// Copies between the memory of this process and a peer's memory, by process_vm_readv and process_vm_writev. A thread
+// Copies between the memory of this process and a peer's memory, with process_vm_readv and process_vm_writev. A thread
 // that has nothing else to do can take part in a large copy of another thread.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace gdrkit::twin::verbs {
 struct PeerCopy {
     int process_id;
     bool is_read; // false: write to the memory of the other process
-    std::byte* local;
+    std::byte* local_address;
     std::uint64_t remote_address;
     std::size_t size_bytes;
 };
@@ -26,9 +26,10 @@ struct PeerCopy {
 // other process has ended; a part may be copied then. No signal is raised.
 bool copy_with_peer(const PeerCopy& copy);
 
-// Copy between lists of ranges by one system call. The sizes of local.front() and remote.front() are equal, and so on.
-// Return false as copy_with_peer does.
-bool copy_lists_with_peer(int process_id, bool is_read, std::span<const iovec> local, std::span<const iovec> remote);
+// Copy between lists of ranges by one system call. Each local range has the size of the remote range with the same
+// index. Return false as copy_with_peer does.
+bool copy_lists_with_peer(int process_id, bool is_read, std::span<const iovec> local_ranges,
+                          std::span<const iovec> remote_ranges);
 
 // A copy in which several threads take part.
 class ParallelCopy {
@@ -59,7 +60,8 @@ private:
     PeerCopy copy_{};
     std::size_t begin_offset_ = 0, end_offset_ = 0; // the part that no thread has taken
     Clock::time_point next_begin_at_{};             // the earliest time at which a thread begins the next piece
-    Clock::duration gap_{};                         // half of the time that the last piece took
+    // Time between the starts of two pieces: half of the time that the last piece took, at most `longest_gap`.
+    Clock::duration gap_{};
     std::atomic<bool> has_free_pieces_{false};
     std::atomic<bool> has_failed_{false};
     std::atomic<int> active_count_{0}; // number of threads that copy a piece

@@ -1,4 +1,4 @@
-// Copies to and from the memory of a peer process, which its grants (permissions for regions) allow.
+// Copies to and from the memory of a peer process, as far as the peer's grants (permissions for regions) allow.
 
 #include "ibverbs/peer_memory.hpp"
 
@@ -28,19 +28,22 @@ bool is_read(const PeerRange& range) {
 
 std::unique_ptr<PeerMemory> PeerMemory::open(int socket, const wire::ConnectReply& reply, GrantTable* grants) {
     const int process_id = get_peer_process_id(socket);
-    std::uint64_t value = 0;
-    const PeerCopy probe{process_id, true, reinterpret_cast<std::byte*>(&value), reply.probe_address, sizeof value};
-    if (process_id <= 0 || !copy_with_peer(probe) || value != reply.probe_value) {
+    // The reply has the address and the value of a variable of the peer. Reading the value shows that the system
+    // permits the access, and that the process id is the right one.
+    std::uint64_t read_value = 0;
+    const PeerCopy probe{process_id, true, reinterpret_cast<std::byte*>(&read_value), reply.probe_address,
+                         sizeof read_value};
+    if (process_id <= 0 || !copy_with_peer(probe) || read_value != reply.probe_value) {
         return nullptr;
     }
     return std::unique_ptr<PeerMemory>(new PeerMemory(process_id, reply.device_index, grants));
 }
 
 // Return the slot of a grant that covers the range. Requests mostly use the same region again, so the search starts at
-// the last slot.
+// the slot that was found last.
 std::optional<std::uint32_t> PeerMemory::find_slot(const PeerRange& range) {
-    for (std::uint32_t count = 0; count < GrantTable::slot_count && !has_failed_; ++count) {
-        const std::uint32_t slot = (last_slot_ + count) % GrantTable::slot_count;
+    for (std::uint32_t tried_count = 0; tried_count < GrantTable::slot_count && !has_failed_; ++tried_count) {
+        const std::uint32_t slot = (last_slot_ + tried_count) % GrantTable::slot_count;
         if (translate(grants_->grants[slot], range)) {
             last_slot_ = slot;
             return slot;
@@ -65,24 +68,25 @@ template <typename Copy> bool PeerMemory::use_grant(const PeerRange& range, Copy
     return address && !has_failed_;
 }
 
-bool PeerMemory::copy(const PeerRange& range, std::byte* local, ParallelCopy* parallel_copy) {
+bool PeerMemory::copy(const PeerRange& range, std::byte* local_address, ParallelCopy* parallel_copy) {
     return use_grant(range, [&](const Grant&, std::uint64_t address) {
         return parallel_copy->run(
-            {process_id_, is_read(range), local, address, static_cast<std::size_t>(range.size_bytes)});
+            {process_id_, is_read(range), local_address, address, static_cast<std::size_t>(range.size_bytes)});
     });
 }
 
-bool PeerMemory::copy_list(std::span<const PeerRange> ranges, std::span<const iovec> local) {
-    std::array<iovec, max_list_length> remote;
+bool PeerMemory::copy_list(std::span<const PeerRange> ranges, std::span<const iovec> local_ranges) {
+    std::array<iovec, max_list_length> remote_ranges;
     bool covers_all = true;
     const bool has_copied = use_grant(ranges.front(), [&](const Grant& grant, std::uint64_t) {
         for (std::size_t index = 0; index < ranges.size() && covers_all; ++index) {
             const std::optional<std::uint64_t> address = translate(grant, ranges[index]);
             covers_all = address.has_value();
-            remote[index] = {reinterpret_cast<void*>(address.value_or(0)), ranges[index].size_bytes};
+            remote_ranges[index] = {reinterpret_cast<void*>(address.value_or(0)), ranges[index].size_bytes};
         }
-        return !covers_all || copy_lists_with_peer(process_id_, is_read(ranges.front()), local,
-                                                   std::span(remote).first(ranges.size()));
+        // If a range is not granted, copy nothing. This is not a failed copy, so the grants remain usable.
+        return !covers_all || copy_lists_with_peer(process_id_, is_read(ranges.front()), local_ranges,
+                                                   std::span(remote_ranges).first(ranges.size()));
     });
     return has_copied && covers_all;
 }

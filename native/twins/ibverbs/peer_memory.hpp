@@ -1,5 +1,5 @@
 // Direct access of the requester of a queue pair to the memory of the peer process. The responder in that process
-// grants it for each region (grants.hpp).
+// grants the access for each region (grants.hpp).
 #pragma once
 
 #include <cstddef>
@@ -25,21 +25,22 @@ struct PeerRange {
 
 class PeerMemory {
 public:
+    // Largest number of ranges of one copy_list().
     static constexpr std::size_t max_list_length = 32;
 
-    // Return nullptr if the system does not let this process access the memory of the peer. `socket` is connected to
-    // the peer.
+    // Prepare access to the memory of the peer to which `socket` is connected. Return nullptr if the system does not
+    // permit the access.
     static std::unique_ptr<PeerMemory> open(int socket, const wire::ConnectReply& reply, GrantTable* grants);
 
     // Return whether there is a grant for the range.
     [[nodiscard]] bool is_granted(const PeerRange& range) { return find_slot(range).has_value(); }
-    // Copy between the range and `local`. Return false if the range is not granted or the copy fails. After a failed
-    // copy no range is granted any more.
-    bool copy(const PeerRange& range, std::byte* local, ParallelCopy* parallel_copy);
-    // Copy several ranges to or from the memory `local` by one system call. They have one key and one access. Return
-    // false as copy() does.
-    bool copy_list(std::span<const PeerRange> ranges, std::span<const iovec> local);
-    // Add a request that was carried out by copies to the counters of the peer and of its port.
+    // Copy between the range and the memory at `local_address`. Return false if the range is not granted or the copy
+    // fails. After a failed copy no range is granted any more.
+    bool copy(const PeerRange& range, std::byte* local_address, ParallelCopy* parallel_copy);
+    // Copy several ranges to or from `local_ranges` with one system call. All ranges have the same key and access.
+    // Return false as copy() does.
+    bool copy_list(std::span<const PeerRange> ranges, std::span<const iovec> local_ranges);
+    // Count a request that copy() or copy_list() has carried out, in the counters of the peer and of its port.
     void count_request(const PeerRange& range);
 
 private:

@@ -13,6 +13,7 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
+// The pipe is used only on systems with pages of this size, because count_pages() assumes it.
 constexpr std::uint64_t small_page_bytes = 4096;
 // The largest capacity that the kernel grants an unprivileged user by default (pipe-max-size). If the user has too many
 // large pipes already, F_SETPIPE_SZ fails and the pipe keeps its default capacity.
@@ -35,6 +36,7 @@ std::unique_ptr<Pipe> Pipe::make() {
     return pipe;
 }
 
+// Try vmsplice with one byte. Return whether the byte came out of the pipe.
 bool Pipe::can_splice() {
     const char sent_byte = 1;
     char received_byte = 0;
@@ -83,23 +85,25 @@ int Pipe::read(void* memory, std::size_t size_bytes) {
     if (moved_bytes >= 0 && static_cast<std::size_t>(moved_bytes) < size_bytes) {
         // The read was short. If data is left in the pipe, the end of the memory is not mapped. If none is left, the
         // pipe held fewer bytes than requested.
-        char probe = 0;
-        return syscall(SYS_read, reader_.get(), &probe, 1) == 1 ? EFAULT : EPIPE;
+        char next_byte = 0;
+        return syscall(SYS_read, reader_.get(), &next_byte, 1) == 1 ? EFAULT : EPIPE;
     }
     return moved_bytes >= 0 ? 0 : errno == EAGAIN ? EPIPE : errno;
 }
 
 namespace {
 
-// Return how many of the ranges a transfer of `bytes` bytes has completed. Store in *partial_bytes how many bytes of
-// the next range it has transferred.
-std::size_t count_complete_ranges(std::span<const iovec> ranges, std::size_t bytes, std::size_t* partial_bytes) {
-    std::size_t count = 0;
-    for (; count < ranges.size() && bytes >= ranges[count].iov_len; ++count) {
-        bytes -= ranges[count].iov_len;
+// Return how many of the ranges a transfer of `transferred_bytes` bytes has completed. Store in *partial_bytes how many
+// bytes of the next range it has transferred.
+std::size_t count_complete_ranges(std::span<const iovec> ranges, std::size_t transferred_bytes,
+                                  std::size_t* partial_bytes) {
+    std::size_t remaining_bytes = transferred_bytes;
+    std::size_t complete_count = 0;
+    for (; complete_count < ranges.size() && remaining_bytes >= ranges[complete_count].iov_len; ++complete_count) {
+        remaining_bytes -= ranges[complete_count].iov_len;
     }
-    *partial_bytes = bytes;
-    return count;
+    *partial_bytes = remaining_bytes;
+    return complete_count;
 }
 
 } // namespace
@@ -113,7 +117,8 @@ int Pipe::splice_in(std::span<const iovec> ranges, std::size_t* succeeded_count)
     std::size_t partial_bytes = 0;
     *succeeded_count =
         count_complete_ranges(ranges, moved_bytes > 0 ? static_cast<std::size_t>(moved_bytes) : 0, &partial_bytes);
-    // The call may stop early. Then the next call returns the error or continues.
+    // vmsplice may stop early without an error. Then splice the remaining ranges one by one, until all are spliced or a
+    // call returns an error.
     while (error == 0 && *succeeded_count < ranges.size()) {
         const iovec& next_range = ranges[*succeeded_count];
         if (const int range_error = splice_in(static_cast<const char*>(next_range.iov_base) + partial_bytes,
@@ -143,8 +148,8 @@ int Pipe::read(std::span<const iovec> ranges, std::size_t* succeeded_count) {
     if (*succeeded_count == ranges.size()) {
         return 0;
     }
-    char probe = 0;
-    return syscall(SYS_read, reader_.get(), &probe, 1) == 1 ? EFAULT : EPIPE;
+    char next_byte = 0;
+    return syscall(SYS_read, reader_.get(), &next_byte, 1) == 1 ? EFAULT : EPIPE;
 }
 
 void Pipe::drain() {

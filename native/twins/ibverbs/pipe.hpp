@@ -27,7 +27,7 @@ public:
 
     // The read end, which the requester passes to the responder.
     [[nodiscard]] int reader() const { return reader_.get(); }
-    // The capacity in pages. A partly used page counts as a page.
+    // The capacity in pages; 0 if the pipe cannot be used. A partly used page counts as a page.
     [[nodiscard]] std::uint32_t max_pages() const { return max_pages_; }
     // Return the number of pages that contain bytes of [address, address + size).
     static std::uint32_t count_pages(std::uint64_t address, std::uint64_t size_bytes);

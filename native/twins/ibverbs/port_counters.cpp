@@ -17,9 +17,9 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// The twin has no packets, so the port counts the packets of RoCE v2 over IPv6 with a path MTU of 4096. A packet has
-// the headers Ethernet (14 bytes), IPv6 (40), UDP (8), BTH (12) and ICRC (4). The counters leave out acknowledgements
-// and the further headers of some operations, which are below 1 % of a large transfer.
+// The twin sends no packets. The port counters show the packets that RoCE v2 over IPv6 with a path MTU of 4096 bytes
+// would send. A packet has the headers Ethernet (14 bytes), IPv6 (40), UDP (8), BTH (12) and ICRC (4). The counters
+// leave out acknowledgements and the further headers of some operations, which are below 1 % of a large transfer.
 constexpr std::uint64_t mtu_bytes = 4096;
 constexpr std::uint64_t header_bytes = 14 + 40 + 8 + 12 + 4;
 
@@ -39,7 +39,7 @@ PortCounters* map_counters() {
     return memory == MAP_FAILED ? nullptr : static_cast<PortCounters*>(memory);
 }
 
-void add(std::uint64_t* counter, std::uint64_t count) {
+void add_to_counter(std::uint64_t* counter, std::uint64_t count) {
     std::atomic_ref(*counter).fetch_add(count, std::memory_order_relaxed);
 }
 
@@ -61,8 +61,8 @@ void count_at_port(unsigned device_index, PortDirection direction, std::uint64_t
     PortCounters& port = counters[device_index];
     const std::uint64_t packet_count = std::max<std::uint64_t>((length_bytes + mtu_bytes - 1) / mtu_bytes, 1);
     const std::uint64_t port_bytes = length_bytes + packet_count * header_bytes;
-    add(direction == PortDirection::sent ? &port.sent_bytes : &port.received_bytes, port_bytes);
-    add(direction == PortDirection::sent ? &port.sent_packets : &port.received_packets, packet_count);
+    add_to_counter(direction == PortDirection::sent ? &port.sent_bytes : &port.received_bytes, port_bytes);
+    add_to_counter(direction == PortDirection::sent ? &port.sent_packets : &port.received_packets, packet_count);
 }
 
 } // namespace gdrkit::twin::verbs

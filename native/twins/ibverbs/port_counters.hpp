@@ -10,7 +10,7 @@ namespace gdrkit::twin::verbs {
 enum class PortDirection { sent, received };
 enum class Side { requester, responder };
 
-// Count one message, or one chunk of a message that consists of whole packets, at the port of a device.
+// Count, at the port of a device, one message or one chunk of a message. A chunk must consist of whole packets.
 void count_at_port(unsigned device_index, PortDirection direction, std::uint64_t length_bytes);
 
 // Counts the payload bytes of one kind of request. `direction` is the direction of the payload at the port. The bytes
@@ -20,7 +20,7 @@ public:
     PayloadCounter(unsigned device_index, PortDirection direction, Side side)
         : device_index_(device_index), direction_(direction), side_(side) {}
 
-    // Count one message, or one chunk of a message that consists of whole packets.
+    // Count one message, or one chunk of a message. A chunk must consist of whole packets.
     void operator+=(std::uint64_t length_bytes);
     // Count bytes that another process has counted at the port.
     void add_without_port(std::uint64_t length_bytes) { bytes_.fetch_add(length_bytes, std::memory_order_relaxed); }

@@ -1,4 +1,5 @@
-// The functions to which ibv_post_send and ibv_post_recv lead through the context's table of operations.
+// The implementations of ibv_post_send and ibv_post_recv. In verbs.h these are inline functions, which call the
+// functions of this file through the context's table of operations.
 
 #include "ibverbs/handle.hpp"
 #include "ibverbs/queue_pair.hpp"

@@ -31,7 +31,7 @@ ProtectionDomain* make_domain(Context* context) {
 constexpr std::uint32_t supported_parent_mask =
     IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
 
-// mlx5_alloc_parent_domain makes the same checks.
+// Make the checks that mlx5_alloc_parent_domain makes.
 bool is_valid_parent_request(const ibv_context* context, const ibv_parent_domain_init_attr& attr) {
     const bool has_allocators = (attr.comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS) != 0;
     return (attr.comp_mask & ~supported_parent_mask) == 0 && is_alive("ibv_pd", attr.pd) &&
@@ -54,26 +54,26 @@ ibv_td* alloc_thread_domain(ibv_context* public_context, ibv_td_init_attr* init_
     if (!is_alive("ibv_context", context) || init_attr->comp_mask != 0) {
         return fail_null(EINVAL);
     }
-    auto* const domain = new ThreadDomain;
-    domain->public_td.context = public_context;
+    auto* const thread_domain = new ThreadDomain;
+    thread_domain->public_td.context = public_context;
     ++context->child_count;
-    track("ibv_td", domain);
-    return &domain->public_td;
+    track("ibv_td", thread_domain);
+    return &thread_domain->public_td;
 }
 
 int dealloc_thread_domain(ibv_td* td) {
     if (const auto fault = find_injected_fault("ibv_dealloc_td")) {
         return *fault;
     }
-    ThreadDomain* const domain = get_thread_domain(td);
-    if (!is_alive("ibv_td", domain)) {
+    ThreadDomain* const thread_domain = get_thread_domain(td);
+    if (!is_alive("ibv_td", thread_domain)) {
         return EINVAL;
     }
-    if (domain->user_count != 0) {
+    if (thread_domain->user_count != 0) {
         return EBUSY;
     }
     Context* const context = get_context(td->context);
-    if (!retire("ibv_td", domain)) {
+    if (!retire("ibv_td", thread_domain)) {
         return EINVAL;
     }
     --context->child_count;

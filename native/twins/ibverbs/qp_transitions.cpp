@@ -1,4 +1,4 @@
-// Implements the checks of ibv_modify_qp's transitions and values.
+// Implements the checks of ibv_modify_qp for connected queue pairs: state transitions and attribute values.
 
 #include "ibverbs/qp_transitions.hpp"
 
@@ -10,10 +10,11 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
+// A transition, with the attributes (IBV_QP_*, without IBV_QP_STATE) that it requires and allows.
 struct Transition {
     ibv_qp_state from, to;
-    int required;
-    int optional;
+    int required_mask;
+    int optional_mask;
 };
 
 // The transitions of the InfiniBand specification, as in the kernel's qp_state_table. The tables leave out RESET and
@@ -114,20 +115,22 @@ int remove_ignored_attributes(ibv_qp_type type, int attr_mask) {
 }
 
 int check_transition(ibv_qp_type type, ibv_qp_state from, ibv_qp_state to, int attr_mask) {
-    const int attributes = attr_mask & ~IBV_QP_STATE;
+    const int attribute_bits = attr_mask & ~IBV_QP_STATE;
     if (to == IBV_QPS_RESET || (to == IBV_QPS_ERR && from != IBV_QPS_RESET)) {
-        return attributes == 0 ? 0 : EINVAL;
+        return attribute_bits == 0 ? 0 : EINVAL;
     }
     for (const Transition& transition : get_transitions(type)) {
         if (transition.from == from && transition.to == to) {
-            const bool has_all_required = (attributes & transition.required) == transition.required;
-            const bool has_only_allowed = (attributes & ~(transition.required | transition.optional)) == 0;
+            const bool has_all_required = (attribute_bits & transition.required_mask) == transition.required_mask;
+            const bool has_only_allowed =
+                (attribute_bits & ~(transition.required_mask | transition.optional_mask)) == 0;
             return has_all_required && has_only_allowed ? 0 : EINVAL;
         }
     }
     return EINVAL;
 }
 
+// In the packets and in the hardware, queue pair numbers have 24 bits, timers 5 bits and retry counts 3 bits.
 int check_attribute_values(const ibv_qp_attr& attr, int attr_mask) {
     const auto is_selected = [=](int bit) { return (attr_mask & bit) != 0; };
     const bool are_valid =

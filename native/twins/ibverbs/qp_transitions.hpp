@@ -1,4 +1,4 @@
-// Checks which attributes each state transition of a queue pair requires and allows.
+// Checks which attributes each state transition of a connected queue pair (RC, UC, XRC) requires and allows.
 #pragma once
 
 #include "ibverbs/abi.hpp"

@@ -24,7 +24,7 @@ public:
     QueuePair(const QueuePair&) = delete;
     QueuePair& operator=(const QueuePair&) = delete;
 
-    // Draw a queue pair number and start the pair. Return 0 or an errno.
+    // Choose a queue pair number and start the pair. Return 0 or an errno.
     virtual int open() = 0;
     // Stop the pair and remove its completions. The pair accesses no memory after this call.
     virtual void close() = 0;
@@ -72,18 +72,20 @@ struct QueuePairHandle {
     // The extended structure begins with an ibv_qp.
     ibv_qp_ex public_qp_ex{};
     std::shared_ptr<QueuePair> impl;
-    // Counts the events of this structure. It is the counter of `impl`, except for ibv_open_qp.
+    // Counts the events of this structure. A structure that ibv_open_qp made has its own counter; all others have the
+    // counter of `impl`.
     std::shared_ptr<EventCounter> async_event_counter;
     ibv_xrcd* xrcd = nullptr;                // set for an XRC receive queue pair
     std::unique_ptr<RequestBuilder> builder; // set for an extended queue pair
-    bool was_ready = false;                  // whether the pair has been in the state RTR
+    bool was_ready = false;                  // whether ibv_modify_qp has moved the pair to the state RTR
 };
 
 inline QueuePairHandle* get_qp_handle(ibv_qp* qp) {
     return reinterpret_cast<QueuePairHandle*>(qp);
 }
 
-// Post a list of send requests, while no other list of the queue pair is being built.
+// Post a list of send requests. If another thread builds a list of the queue pair (ibv_wr_start), wait until that
+// list has ended.
 int post_list(QueuePairHandle* handle, ibv_send_wr* list, ibv_send_wr** bad_wr);
 
 // Acknowledge one asynchronous event of this queue pair. ibv_ack_async_event calls this function.

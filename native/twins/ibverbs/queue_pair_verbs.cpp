@@ -13,9 +13,9 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// The extended attributes begin with the ordinary ones.
-constexpr std::size_t ordinary_bytes = offsetof(ibv_qp_init_attr_ex, comp_mask);
-static_assert(ordinary_bytes == offsetof(ibv_qp_init_attr, sq_sig_all) + sizeof(int));
+// The size of the fields that ibv_qp_init_attr and ibv_qp_init_attr_ex have in common, at their start.
+constexpr std::size_t common_attributes_bytes = offsetof(ibv_qp_init_attr_ex, comp_mask);
+static_assert(common_attributes_bytes == offsetof(ibv_qp_init_attr, sq_sig_all) + sizeof(int));
 
 constexpr std::uint32_t max_inline_bytes = 4096;
 
@@ -26,7 +26,8 @@ bool is_within_limits(const ibv_qp_cap& cap, const ibv_device_attr& device_limit
            cap.max_recv_sge <= max_sges && cap.max_inline_data <= max_inline_bytes;
 }
 
-// Check the objects and limits of a new queue pair. `attr` has only the objects that its type uses.
+// Check the type, the objects and the limits of a new queue pair, after remove_unused_attributes. Return 0, EINVAL or
+// EOPNOTSUPP.
 int check_init_attributes(const ibv_context* context, const ibv_qp_init_attr_ex& attr) {
     switch (attr.qp_type) {
     case IBV_QPT_RC:
@@ -41,8 +42,8 @@ int check_init_attributes(const ibv_context* context, const ibv_qp_init_attr_ex&
     default:
         return EINVAL;
     }
-    const auto is_valid_object = [=](const char* kind, const auto* object, bool is_needed) {
-        return object == nullptr ? !is_needed : is_alive(kind, object) && object->context == context;
+    const auto is_valid_object = [=](const char* type_name, const auto* object, bool is_needed) {
+        return object == nullptr ? !is_needed : is_alive(type_name, object) && object->context == context;
     };
     const bool is_xrc_receive = attr.qp_type == IBV_QPT_XRC_RECV;
     const bool is_xrc_send = attr.qp_type == IBV_QPT_XRC_SEND;
@@ -122,7 +123,7 @@ void change_user_counts(const QueuePairHandle& handle, int change) {
 
 std::shared_ptr<QueuePair> make_queue_pair(ibv_qp* qp, const ibv_qp_init_attr_ex& attr) {
     ibv_qp_init_attr init_attr{};
-    std::memcpy(static_cast<void*>(&init_attr), &attr, ordinary_bytes);
+    std::memcpy(static_cast<void*>(&init_attr), &attr, common_attributes_bytes);
     const auto get_completion_queue = [](ibv_cq* cq) { return cq != nullptr ? get_cq_handle(cq)->impl : nullptr; };
     ProtectionDomain* const domain = get_domain(attr.pd);
     if (attr.qp_type == IBV_QPT_UD) {
@@ -167,7 +168,7 @@ void acknowledge_async(ibv_qp* qp) {
     get_qp_handle(qp)->async_event_counter->acknowledge(1);
 }
 
-// Check the attributes as rdma-core's ibv_cmd_create_qp_ex does.
+// Carry out ibv_create_qp_ex. Check the attributes as rdma-core's ibv_cmd_create_qp_ex does.
 ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* init_attr) {
     if (const auto fault = find_injected_fault("ibv_create_qp_ex")) {
         return fail_null(*fault);
@@ -196,7 +197,8 @@ ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* in
     return qp;
 }
 
-// Check the attributes as rdma-core's ibv_cmd_open_qp and the kernel's ib_open_qp do.
+// Carry out ibv_open_qp: make a further structure for a queue pair of an XRC domain. Check the attributes as
+// rdma-core's ibv_cmd_open_qp and the kernel's ib_open_qp do.
 ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr) {
     if (const auto fault = find_injected_fault("ibv_open_qp")) {
         return fail_null(*fault);
@@ -223,10 +225,10 @@ ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr) {
     if (handle->impl == nullptr) {
         return fail_null(EINVAL);
     }
-    ibv_qp_attr state{};
-    ibv_qp_init_attr unused{};
-    handle->impl->query(&state, &unused);
-    qp->state = state.qp_state;
+    ibv_qp_attr current_attr{};
+    ibv_qp_init_attr unused_attr{};
+    handle->impl->query(&current_attr, &unused_attr);
+    qp->state = current_attr.qp_state;
     change_user_counts(*handle, 1);
     track("ibv_qp", handle.release());
     record_queue_pairs(1);
@@ -251,7 +253,7 @@ ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init_attr) {
         return fail_null(EINVAL);
     }
     ibv_qp_init_attr_ex attr{};
-    std::memcpy(static_cast<void*>(&attr), init_attr, ordinary_bytes);
+    std::memcpy(static_cast<void*>(&attr), init_attr, common_attributes_bytes);
     attr.comp_mask = IBV_QP_INIT_ATTR_PD;
     attr.pd = pd;
     ibv_qp* const qp = create_queue_pair(pd->context, &attr);
@@ -273,8 +275,8 @@ int ibv_destroy_qp(ibv_qp* qp) {
     if (queue_pair->is_in_multicast_group()) {
         return EBUSY;
     }
-    // ibv_open_qp may have made further structures for a queue pair of an XRC domain. The last structure closes the
-    // pair.
+    // ibv_open_qp may have made further structures for a queue pair of an XRC domain. Destroying the last structure
+    // closes the pair.
     if (handle->xrcd == nullptr || get_xrcd_handle(handle->xrcd)->impl->remove_structure(qp)) {
         queue_pair->close();
     }
@@ -321,7 +323,7 @@ int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask, ibv_qp_init_attr*
     return 0;
 }
 
-// The result 0 means that data may arrive in any order. This device guarantees no more.
+// The result 0 means that the data of a request may arrive in any order. The twin guarantees no order.
 int ibv_query_qp_data_in_order(ibv_qp*, ibv_wr_opcode, std::uint32_t) {
     return 0;
 }

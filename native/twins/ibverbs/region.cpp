@@ -37,7 +37,7 @@ bool Region::is_mapped() {
     return memory_ != nullptr && memory_->mapped_address(0) != nullptr;
 }
 
-RegionError Region::splice_to(std::uint64_t address, Pipe* pipe, std::size_t size_bytes) {
+RegionError Region::splice_to_pipe(std::uint64_t address, Pipe* pipe, std::size_t size_bytes) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
@@ -46,7 +46,7 @@ RegionError Region::splice_to(std::uint64_t address, Pipe* pipe, std::size_t siz
                                                                                      : RegionError::fault;
 }
 
-RegionError Region::read_from(std::uint64_t address, Pipe* pipe, std::size_t size_bytes) {
+RegionError Region::read_from_pipe(std::uint64_t address, Pipe* pipe, std::size_t size_bytes) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
@@ -62,7 +62,7 @@ void Region::translate_to_mapped_addresses(std::span<iovec> chunks) {
     }
 }
 
-RegionError Region::splice_to(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count) {
+RegionError Region::splice_to_pipe(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count) {
     std::shared_lock lock(mutex_);
     *succeeded_count = 0;
     if (memory_ == nullptr) {
@@ -72,7 +72,7 @@ RegionError Region::splice_to(std::span<iovec> chunks, Pipe* pipe, std::size_t* 
     return pipe->splice_in(chunks, succeeded_count) == 0 ? RegionError::none : RegionError::fault;
 }
 
-RegionError Region::read_from(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count) {
+RegionError Region::read_from_pipe(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count) {
     std::shared_lock lock(mutex_);
     *succeeded_count = 0;
     if (memory_ == nullptr) {
@@ -110,6 +110,7 @@ std::byte* Region::add_issuer(std::weak_ptr<GrantIssuer> issuer) {
     std::byte* const address = memory_ == nullptr ? nullptr : memory_->mapped_address(0);
     if (address != nullptr) {
         std::lock_guard issuers_lock(issuers_mutex_);
+        // Remove expired issuers, and the entry that the same issuer has already.
         std::erase_if(issuers_, [&](const std::weak_ptr<GrantIssuer>& earlier) {
             return earlier.expired() || (!earlier.owner_before(issuer) && !issuer.owner_before(earlier));
         });

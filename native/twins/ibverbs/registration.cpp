@@ -18,7 +18,8 @@ namespace {
 constexpr unsigned remote_write_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
 // Access flags for which the memory must be writable.
 constexpr unsigned write_flags = remote_write_flags | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND;
-// Access flags that ibv_reg_mr* accepts, and access flags that ibv_reg_dmabuf_mr accepts.
+// Access flags that ibv_reg_mr* knows, and access flags that ibv_reg_dmabuf_mr accepts. ibv_reg_mr* still refuses two
+// of the flags that it knows: IBV_ACCESS_ON_DEMAND with EINVAL, and IBV_ACCESS_ZERO_BASED with EOPNOTSUPP.
 constexpr unsigned reg_mr_flags = write_flags | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_ZERO_BASED | IBV_ACCESS_ON_DEMAND |
                                   IBV_ACCESS_HUGETLB | IBV_ACCESS_OPTIONAL_RANGE;
 constexpr unsigned reg_dmabuf_mr_flags =
@@ -33,6 +34,7 @@ bool overflows(std::uint64_t begin, std::uint64_t length) {
     return begin + length < begin;
 }
 
+// As in the kernel, a region that a peer may write needs IBV_ACCESS_LOCAL_WRITE too.
 bool lacks_local_write(unsigned access) {
     return (access & remote_write_flags) != 0 && (access & IBV_ACCESS_LOCAL_WRITE) == 0;
 }
@@ -41,11 +43,12 @@ bool is_valid_access(unsigned access) {
     return (access & ~reg_mr_flags) == 0 && !lacks_local_write(access) && (access & IBV_ACCESS_ON_DEMAND) == 0;
 }
 
-int make_memory(void* address, std::uint64_t length, bool writable, std::unique_ptr<Memory>* memory) {
+// Create the memory of a region. An address that the loaded CUDA driver knows is device memory; others are host memory.
+int make_memory(void* address, std::uint64_t length, bool must_be_writable, std::unique_ptr<Memory>* memory) {
     const CudaDriver* const driver = CudaDriver::find_loaded();
     const auto device_address = reinterpret_cast<std::uint64_t>(address);
     if (driver == nullptr || !driver->is_device_memory(device_address)) {
-        return make_host_memory(address, length, writable, memory);
+        return make_host_memory(address, length, must_be_writable, memory);
     }
     // Without a peer memory module the kernel cannot pin pages at a device address.
     if (!config().peermem || make_cuda_memory(device_address, length, memory) != 0) {
@@ -88,7 +91,8 @@ bool is_valid_reregistration(const ibv_mr& mr, const Reregistration& request) {
 }
 
 // Replace the region of `handle` by a new one. If the memory changes, the region gets new keys, because an old key must
-// not reach other memory. Return 0 or an errno. The region cannot be used after an error.
+// not reach other memory. Return 0 or an errno. The region cannot be used after an error. The caller has called
+// refuse_windows().
 int replace_region(RegionHandle* handle, const Reregistration& request) {
     ibv_mr& mr = handle->public_mr;
     const std::shared_ptr<Region> old_region = handle->impl;
@@ -99,6 +103,7 @@ int replace_region(RegionHandle* handle, const Reregistration& request) {
     const std::uint64_t iova =
         request.changes_memory ? reinterpret_cast<std::uint64_t>(request.address) : old_region->iova;
     std::unique_ptr<Memory> memory;
+    // Memory that was registered only for reading must be checked again before it may be written.
     if (request.changes_memory || ((access & write_flags) != 0 && (old_region->access & write_flags) == 0)) {
         old_region->revoke();
         if (const int error = make_memory(address, length, (access & write_flags) != 0, &memory); error != 0) {
@@ -136,11 +141,11 @@ int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t
         return EINVAL;
     }
     DmabufOrigin origin{};
-    std::uint64_t size_bytes = 0;
-    if (const int error = identify_dmabuf(fd, &origin, &size_bytes); error != 0) {
+    std::uint64_t dmabuf_bytes = 0;
+    if (const int error = identify_dmabuf(fd, &origin, &dmabuf_bytes); error != 0) {
         return -error;
     }
-    if (size_bytes < offset + length || length == 0 || overflows(iova, length)) {
+    if (dmabuf_bytes < offset + length || length == 0 || overflows(iova, length)) {
         return EINVAL;
     }
     // The CPU cannot map the dma-buf of a real GPU. The twin expects the device address in `iova`, and accesses the
@@ -149,7 +154,8 @@ int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t
                                         : make_cuda_memory(iova, length, memory);
 }
 
-// Count a registration with the NIC of the protection domain, and return the errno that the fault plan injects.
+// Count a call of `function` with the NIC of the protection domain, because a rule of the fault plan can be for one
+// NIC. Return the errno that the plan injects, if any.
 std::optional<int> find_registration_fault(std::string_view function, const ibv_pd* pd) {
     // If the caller passes an invalid `pd`, the call belongs to no NIC.
     if (!is_alive("ibv_pd", pd)) {
@@ -237,8 +243,8 @@ ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, 
     return mr;
 }
 
-// As with real devices, libibverbs makes the first checks and fails with IBV_REREG_MR_ERR_INPUT. The kernel makes the
-// other checks, and their failure is IBV_REREG_MR_ERR_CMD.
+// As with real devices, a failure of the checks that libibverbs makes is IBV_REREG_MR_ERR_INPUT, and a failure of the
+// checks that the kernel makes is IBV_REREG_MR_ERR_CMD.
 int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t length, int access) {
     const auto fail = [](int error, int result) {
         errno = error;
@@ -260,7 +266,9 @@ int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t leng
         return fail(EINVAL, IBV_REREG_MR_ERR_INPUT);
     }
     gdrkit::twin::trace("ibv_rereg_mr flags=%d length=%zu access=%d", flags, length, access);
-    if (!is_valid_reregistration(*mr, request) || has_windows(*handle->impl)) {
+    // Another thread may bind a memory window to the region at this time. If one is bound already, refuse_windows()
+    // returns false and the region stays as it is.
+    if (!is_valid_reregistration(*mr, request) || !refuse_windows(handle->impl.get())) {
         return fail(EINVAL, IBV_REREG_MR_ERR_CMD);
     }
     const int error = replace_region(handle, request);

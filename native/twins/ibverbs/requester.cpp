@@ -1,5 +1,6 @@
 // The requester thread of a queue pair. It dequeues posted send requests, sends them in order (requester_submit.cpp)
-// and completes them after a random delay. When the pair is in the error state, it flushes both queues.
+// and completes them after a random delay. When the pair is in the error state, the thread flushes the send queue and
+// the receive queue.
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -22,7 +23,7 @@ constexpr std::size_t max_queued_sends = 64;
 void ConnectedQueuePair::run_requester() {
     Lock lock(mutex_);
     for (;;) {
-        changed_.wait(lock, [this] { return !is_borrowed_; });
+        state_changed_.wait(lock, [this] { return !is_borrowed_; });
         // Check this after the wait: close() wakes this thread from sleep(), but not from the wait above.
         if (is_closing_) {
             abort_requests(lock);
@@ -49,11 +50,11 @@ bool ConnectedQueuePair::run_send_turn(Lock* lock) {
     RequesterState& requester = requester_state_;
     if (state_ == IBV_QPS_SQD) {
         // In the state SQD no further request is started.
-        requeue_sends(*lock, &requester.queued);
+        requeue_sends(*lock, &requester.queued_sends);
     } else {
         dequeue_sends(*lock);
     }
-    if (requester.queued.empty() && requester.started.empty()) {
+    if (requester.queued_sends.empty() && requester.started_sends.empty()) {
         mark_idle(*lock);
         if (state_ == IBV_QPS_SQD && must_raise_drained_ && delayed_completions_.empty()) {
             must_raise_drained_ = false;
@@ -71,9 +72,9 @@ bool ConnectedQueuePair::run_send_turn(Lock* lock) {
 }
 
 void ConnectedQueuePair::dequeue_sends(const Lock&) {
-    Fifo<SendWork>& queued = requester_state_.queued;
-    while (queued.size() < max_queued_sends && !posted_sends_.empty()) {
-        queued.push_back(std::move(posted_sends_.front()));
+    Fifo<SendWork>& queued_sends = requester_state_.queued_sends;
+    while (queued_sends.size() < max_queued_sends && !posted_sends_.empty()) {
+        queued_sends.push_back(std::move(posted_sends_.front()));
         posted_sends_.pop_front();
     }
 }
@@ -88,24 +89,24 @@ void ConnectedQueuePair::requeue_sends(const Lock&, Fifo<SendWork>* sends) {
 void ConnectedQueuePair::complete_finished(const Lock& lock) {
     RequesterState& requester = requester_state_;
     if (state_ != IBV_QPS_RESET) {
-        for (; !requester.finished.empty(); requester.finished.pop_front()) {
-            count_sent(requester.finished.front());
-            complete_delayed(lock, std::move(requester.finished.front()), IBV_WC_SUCCESS, random_delay_us());
+        for (; !requester.finished_sends.empty(); requester.finished_sends.pop_front()) {
+            count_sent(requester.finished_sends.front());
+            complete_delayed(lock, std::move(requester.finished_sends.front()), IBV_WC_SUCCESS, random_delay_us());
         }
         // A request that a state change of this pair interrupted is flushed later.
         if (requester.error && *requester.error != IBV_WC_WR_FLUSH_ERR) {
             const std::uint64_t delay_us = *requester.error == IBV_WC_RETRY_EXC_ERR ? compute_loss_delay_us(attr_) : 0;
-            complete_delayed(lock, std::move(requester.started.front()), *requester.error,
+            complete_delayed(lock, std::move(requester.started_sends.front()), *requester.error,
                              std::max(delay_us, random_delay_us()));
-            requester.started.pop_front();
+            requester.started_sends.pop_front();
             push_completions(lock);
             enter_error(lock, nullptr);
         }
         push_completions(lock);
     } else {
-        requester.finished.clear();
+        requester.finished_sends.clear();
     }
-    if (requester.queued.empty() && requester.started.empty()) {
+    if (requester.queued_sends.empty() && requester.started_sends.empty()) {
         mark_idle(lock);
     }
 }
@@ -113,7 +114,7 @@ void ConnectedQueuePair::complete_finished(const Lock& lock) {
 void ConnectedQueuePair::mark_idle(const Lock&) {
     if (is_sending_) {
         is_sending_ = false;
-        changed_.notify_all();
+        state_changed_.notify_all();
     }
 }
 
@@ -132,8 +133,8 @@ void ConnectedQueuePair::abort_requests(const Lock& lock) {
     RequesterState& requester = requester_state_;
     disconnect(lock);
     if (state_ == IBV_QPS_ERR) {
-        requeue_sends(lock, &requester.queued);
-        requeue_sends(lock, &requester.started);
+        requeue_sends(lock, &requester.queued_sends);
+        requeue_sends(lock, &requester.started_sends);
     }
     requester = RequesterState{};
     mark_idle(lock);
@@ -161,8 +162,8 @@ bool ConnectedQueuePair::deliver_due_completions(const Lock& lock) {
     return has_completed_any;
 }
 
-// Flush both queues after a random delay. Return false if there is nothing to flush, or if earlier completions must
-// come first.
+// Flush the send queue and the receive queue after a random delay. Return false if there is nothing to flush, or if
+// earlier completions must come first.
 bool ConnectedQueuePair::flush(Lock* lock) {
     const auto must_flush = [this] {
         return state_ == IBV_QPS_ERR && delayed_completions_.empty() && incoming_message_count_ == 0 &&
@@ -177,7 +178,8 @@ bool ConnectedQueuePair::flush(Lock* lock) {
     sleep_random_delay();
     lock->lock();
     is_flushing_ = false;
-    changed_.notify_all();
+    state_changed_.notify_all();
+    // A reset during the delay has discarded the requests.
     if (generation != generation_ || !must_flush()) {
         return true;
     }
@@ -195,8 +197,8 @@ bool ConnectedQueuePair::flush(Lock* lock) {
     return true;
 }
 
-// A pair with a shared receive queue has no receive requests to flush. Instead it raises an event after its last
-// incoming message. Return whether it raised the event now.
+// A pair with a shared receive queue has no receive requests to flush. Instead it raises IBV_EVENT_QP_LAST_WQE_REACHED
+// after its last incoming message. Return whether it raised the event now.
 bool ConnectedQueuePair::raise_last_wqe_event(const Lock&) {
     if (!must_raise_last_wqe_ || incoming_message_count_ != 0) {
         return false;
@@ -214,7 +216,7 @@ void ConnectedQueuePair::wait_for_work(Lock* lock) {
     }
     // If the peer has requests, poll before sleeping, because it will probably respond soon. Otherwise sleep at once,
     // so that a thread of the application can send the next request itself.
-    if (!requester.in_flight.empty()) {
+    if (!requester.chunks_in_flight.empty()) {
         const auto count_new_responses = [&] { return link_->response_count() - requester.handled_count; };
         const std::uint32_t wanted_response_count = get_wake_threshold();
         lock->unlock();
@@ -229,7 +231,7 @@ void ConnectedQueuePair::wait_for_work(Lock* lock) {
         }
     }
     sleep(lock, find_next_deadline());
-    if (!requester.in_flight.empty() && link_->response_count() == requester.handled_count &&
+    if (!requester.chunks_in_flight.empty() && link_->response_count() == requester.handled_count &&
         Clock::now() - requester.last_response >= peer_timeout) {
         requester.is_peer_gone = true;
     }
@@ -237,7 +239,8 @@ void ConnectedQueuePair::wait_for_work(Lock* lock) {
 
 ConnectedQueuePair::Clock::time_point ConnectedQueuePair::find_next_deadline() const {
     const RequesterState& requester = requester_state_;
-    auto deadline = requester.in_flight.empty() ? Clock::time_point::max() : requester.last_response + peer_timeout;
+    auto deadline =
+        requester.chunks_in_flight.empty() ? Clock::time_point::max() : requester.last_response + peer_timeout;
     if (!delayed_completions_.empty()) {
         deadline = std::min(deadline, delayed_completions_.front().due_time);
     }
@@ -250,10 +253,10 @@ ConnectedQueuePair::Clock::time_point ConnectedQueuePair::find_next_deadline() c
 // Return the number of new responses that wakes this thread: half of the chunks in flight. Waking for each response
 // would cost more than handling it.
 std::uint32_t ConnectedQueuePair::get_wake_threshold() const {
-    return static_cast<std::uint32_t>((requester_state_.in_flight.size() + 1) / 2);
+    return static_cast<std::uint32_t>((requester_state_.chunks_in_flight.size() + 1) / 2);
 }
 
-// Sleep until the deadline, a change, a message of the peer, or the takeover timer.
+// Sleep until the deadline, a change, a message of the peer, or the takeover timer (requester_borrow.cpp).
 void ConnectedQueuePair::sleep(Lock* lock, Clock::time_point deadline) {
     const bool has_peer = link_ != nullptr && !requester_state_.is_peer_gone;
     // The kernel ignores an entry with a negative descriptor.
@@ -270,13 +273,13 @@ void ConnectedQueuePair::sleep(Lock* lock, Clock::time_point deadline) {
     ppoll(poll_fds, 3, deadline == Clock::time_point::max() ? nullptr : &timeout, nullptr);
     lock->lock();
     is_requester_asleep_ = false;
-    changed_.wait(*lock, [this] { return !is_borrowed_; });
-    eventfd_t count = 0;
+    state_changed_.wait(*lock, [this] { return !is_borrowed_; });
+    eventfd_t event_count = 0;
     if ((poll_fds[0].revents & POLLIN) != 0) {
-        eventfd_read(wake_eventfd_.get(), &count);
+        eventfd_read(wake_eventfd_.get(), &event_count);
     }
     if ((poll_fds[1].revents & POLLIN) != 0) {
-        eventfd_read(takeover_timer_.get(), &count); // a timer is read like an event descriptor
+        eventfd_read(takeover_timer_.get(), &event_count); // a timer is read like an event descriptor
         is_takeover_armed_ = false;
     }
     if (poll_fds[2].revents != 0 && link_ != nullptr) {
@@ -284,27 +287,28 @@ void ConnectedQueuePair::sleep(Lock* lock, Clock::time_point deadline) {
     }
 }
 
+// Count a request that succeeded in the device's traffic. Requests that only change keys send nothing.
 void ConnectedQueuePair::count_sent(const SendWork& work) {
     if (changes_keys(work.opcode)) {
         return;
     }
-    Traffic::Direction& sent = context_->device->traffic.sent;
-    ++sent.requests;
+    Traffic::Direction& sent_traffic = context_->device->traffic.sent;
+    ++sent_traffic.requests;
     switch (work.opcode) {
     case IBV_WR_SEND:
     case IBV_WR_SEND_WITH_IMM:
     case IBV_WR_SEND_WITH_INV:
-        sent.send_bytes += work.length_bytes;
+        sent_traffic.send_bytes += work.length_bytes;
         break;
     case IBV_WR_RDMA_WRITE:
     case IBV_WR_RDMA_WRITE_WITH_IMM:
-        sent.write_bytes += work.length_bytes;
+        sent_traffic.write_bytes += work.length_bytes;
         break;
     case IBV_WR_RDMA_READ:
-        sent.read_bytes += work.length_bytes;
+        sent_traffic.read_bytes += work.length_bytes;
         break;
     default:
-        sent.atomic_bytes += work.length_bytes;
+        sent_traffic.atomic_bytes += work.length_bytes;
         break;
     }
 }

@@ -1,7 +1,7 @@
-// While the requester thread of a queue pair sleeps, threads of the application do its work: they send small requests
-// when they post them, and handle the responses when they poll. So the requester's side of a small request needs no
-// other thread. The requester thread does the rest: large requests, errors, delayed completions, and requests whose
-// completion queue is not polled.
+// While the requester thread of a queue pair sleeps, threads of the application borrow its state and do its work: they
+// send small requests when they post them, and handle the responses when they poll. So a small request need not wait
+// until the requester thread wakes. The requester thread does the rest: large requests, errors, delayed completions,
+// and requests whose completion queue is not polled.
 #include <sys/timerfd.h>
 
 #include "ibverbs/connected_queue_pair.hpp"
@@ -17,7 +17,8 @@ constexpr long takeover_ns = 500'000;
 
 } // namespace
 
-// Send the posted requests if the requester thread sleeps and has nothing to do. Return false if it must be woken.
+// Send the posted requests in this thread, if the requester thread sleeps and has nothing else to do. Return false if
+// the requester thread must be woken to send them.
 bool ConnectedQueuePair::try_send_in_caller(Lock* lock, std::uint64_t posted_bytes) {
     if (!is_requester_asleep_ || is_borrowed_ || state_ != IBV_QPS_RTS || link_ == nullptr ||
         posted_bytes > max_caller_send_bytes || link_->may_wait_for_peer() || requester_state_.is_peer_gone ||
@@ -42,34 +43,37 @@ void ConnectedQueuePair::progress_at_poll() {
     }
     Lock lock(mutex_, std::try_to_lock);
     if (lock.owns_lock() && is_requester_asleep_ && !is_borrowed_ && state_ == IBV_QPS_RTS && link_ != nullptr &&
-        !requester_state_.in_flight.empty() && link_->response_count() != requester_state_.handled_count) {
+        !requester_state_.chunks_in_flight.empty() && link_->response_count() != requester_state_.handled_count) {
         run_borrowed_turn(&lock);
     }
 }
 
-// Let the next response wake the requester thread, because the application will not poll before it gets an event. A
-// requester thread that is awake handles the responses itself, and changes the requester's state without mutex_.
+// Let the next response wake the requester thread, because the application will not poll before it gets an event. If
+// the requester thread is awake, it handles the responses anyway. An awake requester thread uses requester_state_
+// without mutex_, so this function must not read requester_state_ then.
 void ConnectedQueuePair::request_wake_for_responses() {
     if (awaits_poll_) {
         Lock lock(mutex_);
-        if (is_requester_asleep_ && !is_borrowed_ && link_ != nullptr && !requester_state_.in_flight.empty() &&
+        if (is_requester_asleep_ && !is_borrowed_ && link_ != nullptr && !requester_state_.chunks_in_flight.empty() &&
             !link_->request_wake_at(requester_state_.handled_count + 1)) {
             notify_change(lock);
         }
     }
 }
 
+// Run a send turn in this thread. Then wake the requester thread if it must continue, or let the takeover timer wake it
+// if no thread polls for the responses.
 void ConnectedQueuePair::run_borrowed_turn(Lock* lock) {
     RequesterState& requester = requester_state_;
     is_borrowed_ = true;
     run_send_turn(lock);
     is_borrowed_ = false;
-    changed_.notify_all();
-    awaits_poll_ = !requester.in_flight.empty();
-    const bool is_left_to_thread = !requester.queued.empty() || !posted_sends_.empty() || requester.has_pending_chunk ||
-                                   requester.local_error || requester.error || requester.is_peer_gone ||
-                                   !delayed_completions_.empty() || state_ != IBV_QPS_RTS;
-    if (is_left_to_thread ||
+    state_changed_.notify_all();
+    awaits_poll_ = !requester.chunks_in_flight.empty();
+    const bool must_thread_continue = !requester.queued_sends.empty() || !posted_sends_.empty() ||
+                                      requester.has_pending_chunk || requester.local_error || requester.error ||
+                                      requester.is_peer_gone || !delayed_completions_.empty() || state_ != IBV_QPS_RTS;
+    if (must_thread_continue ||
         // The application waits for an event, and will not poll before it.
         (awaits_poll_ && send_queue_->is_armed() && !link_->request_wake_at(requester.handled_count + 1))) {
         notify_change(*lock);

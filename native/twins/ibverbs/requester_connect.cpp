@@ -16,18 +16,18 @@ namespace {
 constexpr timeval peer_timeout{30, 0};
 // Limits of the time in which the machine of a peer on the TCP fabric must acknowledge data.
 constexpr std::chrono::milliseconds min_remote_timeout{1000}, max_remote_timeout{30'000};
-constexpr std::uint64_t max_retry_us = 2'000'000; // a connection is retried for at most 2 s
+constexpr std::uint64_t max_retry_us = 2'000'000; // the requester tries to connect for at most 2 s
 // The loss of a peer is reported after at most this time. Hardware may try for minutes.
 constexpr std::uint64_t max_loss_delay_us = 100'000;
 constexpr std::uint64_t pause_between_attempts_us = 1000;
 
-// The attribute `timeout` means 4.096 us * 2^timeout for each try.
+// Return the time that all tries of one request take. The attribute `timeout` means 4.096 us * 2^timeout for each try.
 std::uint64_t compute_all_tries_us(const ibv_qp_attr& attr) {
     return (4096ULL << attr.timeout) / 1000 * (attr.retry_cnt + 1U);
 }
 
-// Return for how long a connection is retried, computed from the timeout and retry_cnt attributes. 0 means without
-// limit.
+// Return for how long the requester tries to connect, computed from the timeout and retry_cnt attributes. 0 means
+// without limit.
 std::uint64_t compute_retry_time_us(const ibv_qp_attr& attr) {
     if (attr.timeout == 0) {
         return 0;
@@ -88,6 +88,7 @@ int ConnectedQueuePair::connect_socket(const ibv_qp_attr& attr) {
     return socket;
 }
 
+// Send the connect request with the descriptors of a new link, and receive the reply. Return whether the peer accepts.
 bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
     const int socket = peer_socket_.get();
     wire::ConnectRequest connect_request{};
@@ -125,32 +126,33 @@ ibv_wc_status ConnectedQueuePair::choose_connection_lost_status() {
     return is_interrupted() ? IBV_WC_WR_FLUSH_ERR : IBV_WC_RETRY_EXC_ERR;
 }
 
-// The peer has ended the connection. The first unfinished request of a reliable pair fails. The started requests of an
-// unreliable pair are lost, but complete with success; later requests need a new connection.
+// Handle the end of the connection: the peer has ended it or sent an invalid response. The first unfinished request of
+// a reliable pair fails. The started requests of an unreliable pair are lost, but complete with success; later requests
+// need a new connection.
 void ConnectedQueuePair::lose_connection() {
     RequesterState& requester = requester_state_;
     const ibv_wc_status status = choose_connection_lost_status();
     if (is_reliable() || status == IBV_WC_WR_FLUSH_ERR) {
-        if (requester.started.empty() && !requester.queued.empty()) {
-            requester.started.push_back(std::move(requester.queued.front()));
-            requester.queued.pop_front();
+        if (requester.started_sends.empty() && !requester.queued_sends.empty()) {
+            requester.started_sends.push_back(std::move(requester.queued_sends.front()));
+            requester.queued_sends.pop_front();
         }
-        if (!requester.started.empty()) {
+        if (!requester.started_sends.empty()) {
             requester.error = status;
         }
         return;
     }
-    RequesterState remaining;
-    remaining.local_error = requester.local_error;
-    // A request that failed locally is the last started one. It keeps its error.
+    RequesterState fresh_state;
+    fresh_state.local_error = requester.local_error;
+    // A request that failed locally is the last started one. It stays started and keeps its error.
     const std::size_t failed_count = requester.local_error ? 1 : 0;
-    for (; requester.started.size() > failed_count; requester.started.pop_front()) {
-        requester.finished.push_back(std::move(requester.started.front()));
+    for (; requester.started_sends.size() > failed_count; requester.started_sends.pop_front()) {
+        requester.finished_sends.push_back(std::move(requester.started_sends.front()));
     }
-    remaining.queued = std::move(requester.queued);
-    remaining.started = std::move(requester.started);
-    remaining.finished = std::move(requester.finished);
-    requester = std::move(remaining);
+    fresh_state.queued_sends = std::move(requester.queued_sends);
+    fresh_state.started_sends = std::move(requester.started_sends);
+    fresh_state.finished_sends = std::move(requester.finished_sends);
+    requester = std::move(fresh_state);
     Lock lock(mutex_);
     disconnect(lock);
 }
@@ -164,7 +166,7 @@ std::uint64_t ConnectedQueuePair::compute_loss_delay_us(const ibv_qp_attr& attr)
 
 bool ConnectedQueuePair::sleep_unless_interrupted(std::uint64_t time_us) {
     Lock lock(mutex_);
-    return !changed_.wait_for(lock, std::chrono::microseconds(time_us), [this] { return is_interrupted(); });
+    return !state_changed_.wait_for(lock, std::chrono::microseconds(time_us), [this] { return is_interrupted(); });
 }
 
 } // namespace gdrkit::twin::verbs

@@ -30,6 +30,7 @@ PeerRange get_peer_range(const SendWork& work) {
     return {work.rkey, access, work.remote_address, work.length_bytes};
 }
 
+// Return the access that the local region must permit.
 unsigned choose_local_access(const PeerRange& range) {
     return range.access == IBV_ACCESS_REMOTE_READ ? IBV_ACCESS_LOCAL_WRITE : 0;
 }
@@ -52,16 +53,16 @@ bool ConnectedQueuePair::has_grant(const SendWork& work) {
     return peer_memory_ != nullptr && range.access != 0 && peer_memory_->is_granted(range);
 }
 
-// Return whether the next request shall wait for the responses to the chunks in flight, so that it can be copied then.
-// It waits only for writes and reads. If it waited for sends and atomic requests too, a program that alternates them
-// with writes would wait for each response.
+// Return whether the next request shall wait for the responses to the chunks in flight, so that the requester can then
+// copy it directly. The request waits only for writes and reads. If it waited for sends and atomic requests too, a
+// program that alternates them with writes would wait for each response.
 bool ConnectedQueuePair::must_drain_for_copy(const SendWork& next_send) {
-    Fifo<InFlightChunk>& in_flight = requester_state_.in_flight;
-    if (in_flight.empty() || !has_grant(next_send)) {
+    Fifo<InFlightChunk>& chunks_in_flight = requester_state_.chunks_in_flight;
+    if (chunks_in_flight.empty() || !has_grant(next_send)) {
         return false;
     }
-    for (std::size_t index = 0; index < in_flight.size(); ++index) {
-        if (!is_copyable(in_flight[index].request)) {
+    for (std::size_t index = 0; index < chunks_in_flight.size(); ++index) {
+        if (!is_copyable(chunks_in_flight[index].request)) {
             return false;
         }
     }
@@ -81,7 +82,8 @@ bool ConnectedQueuePair::is_peer_alive() {
 bool ConnectedQueuePair::copy_directly(const SendWork& work, const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     // A copy must not overtake earlier requests.
-    if (!requester.in_flight.empty() || requester.started.size() != 1 || !has_grant(work) || !is_peer_alive()) {
+    if (!requester.chunks_in_flight.empty() || requester.started_sends.size() != 1 || !has_grant(work) ||
+        !is_peer_alive()) {
         return false;
     }
     if (copy_list(work, attr)) {
@@ -108,39 +110,40 @@ bool ConnectedQueuePair::copy_directly(const SendWork& work, const ibv_qp_attr& 
 // Copy the last started request and the queued requests after it by one system call, if they are small, have the same
 // type and keys, and use one local region. Return false if fewer than two requests qualify or the copy failed.
 bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr) {
-    Fifo<SendWork>& queued = requester_state_.queued;
-    if (queued.empty() || work.is_inline || has_fault_rule(work.opcode)) {
+    Fifo<SendWork>& queued_sends = requester_state_.queued_sends;
+    if (queued_sends.empty() || work.is_inline || has_fault_rule(work.opcode)) {
         return false;
     }
     std::array<PeerRange, PeerMemory::max_list_length> ranges;
-    std::array<iovec, PeerMemory::max_list_length> local;
+    std::array<iovec, PeerMemory::max_list_length> local_ranges;
     ranges[0] = get_peer_range(work);
-    local[0] = get_local_range(work);
+    local_ranges[0] = get_local_range(work);
     Region* const region = find_local_region(work.sges.front(), choose_local_access(ranges[0]));
     std::uint64_t list_bytes = ranges[0].size_bytes;
-    std::size_t count = 1;
-    for (; region != nullptr && count < ranges.size() && count <= queued.size(); ++count) {
-        const SendWork& next = queued[count - 1];
-        ranges[count] = get_peer_range(next);
-        list_bytes += ranges[count].size_bytes;
-        if (next.is_inline || list_bytes > max_list_bytes || ranges[count].access != ranges[0].access ||
-            ranges[count].rkey != ranges[0].rkey || next.sges.front().lkey != work.sges.front().lkey ||
-            !region->covers(next.sges.front().addr, next.sges.front().length)) {
+    std::size_t request_count = 1;
+    for (; region != nullptr && request_count < ranges.size() && request_count <= queued_sends.size();
+         ++request_count) {
+        const SendWork& next_send = queued_sends[request_count - 1];
+        ranges[request_count] = get_peer_range(next_send);
+        list_bytes += ranges[request_count].size_bytes;
+        if (next_send.is_inline || list_bytes > max_list_bytes || ranges[request_count].access != ranges[0].access ||
+            ranges[request_count].rkey != ranges[0].rkey || next_send.sges.front().lkey != work.sges.front().lkey ||
+            !region->covers(next_send.sges.front().addr, next_send.sges.front().length)) {
             break;
         }
-        local[count] = get_local_range(next);
+        local_ranges[request_count] = get_local_range(next_send);
     }
-    if (count < 2 || !region->is_mapped() ||
-        region->access_mapped(std::span(local).first(count), [&](std::span<const iovec> mapped) {
-            return peer_memory_->copy_list(std::span(ranges).first(count), mapped);
+    if (request_count < 2 || !region->is_mapped() ||
+        region->access_mapped(std::span(local_ranges).first(request_count), [&](std::span<const iovec> mapped_ranges) {
+            return peer_memory_->copy_list(std::span(ranges).first(request_count), mapped_ranges);
         }) != RegionError::none) {
         return false;
     }
     finish_copied(ranges[0], attr);
-    for (std::size_t index = 1; index < count && !requester_state_.error; ++index) {
-        requester_state_.started.push_back(std::move(queued.front()));
-        queued.pop_front();
-        count_without_fault(requester_state_.started.front().opcode);
+    for (std::size_t index = 1; index < request_count && !requester_state_.error; ++index) {
+        requester_state_.started_sends.push_back(std::move(queued_sends.front()));
+        queued_sends.pop_front();
+        count_without_fault(requester_state_.started_sends.front().opcode);
         finish_copied(ranges[index], attr);
     }
     return true;
@@ -155,8 +158,8 @@ void ConnectedQueuePair::finish_copied(const PeerRange& range, const ibv_qp_attr
 
 bool ConnectedQueuePair::copy_segment(const SendWork& work, const PeerRange& range, std::uint64_t offset) {
     if (work.is_inline) {
-        std::byte* const data = const_cast<std::byte*>(work.inline_data.data()) + offset;
-        return peer_memory_->copy(range, data, &parallel_copy_);
+        std::byte* const inline_data = const_cast<std::byte*>(work.inline_data.data()) + offset;
+        return peer_memory_->copy(range, inline_data, &parallel_copy_);
     }
     const ibv_sge& sge = work.sges.front();
     Region* const region = find_local_region(sge, choose_local_access(range));
@@ -170,12 +173,12 @@ bool ConnectedQueuePair::copy_segment(const SendWork& work, const PeerRange& ran
 // it as the error of the request instead.
 void ConnectedQueuePair::finish_first_started(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
-    if (const auto fault = find_fault_after(requester.started.front().opcode, attr)) {
+    if (const auto fault = find_fault_after(requester.started_sends.front().opcode, attr)) {
         requester.error = static_cast<ibv_wc_status>(*fault);
         return;
     }
-    requester.finished.push_back(std::move(requester.started.front()));
-    requester.started.pop_front();
+    requester.finished_sends.push_back(std::move(requester.started_sends.front()));
+    requester.started_sends.pop_front();
 }
 
 } // namespace gdrkit::twin::verbs

@@ -1,11 +1,11 @@
-// The requester splices payloads of writes into the pipe instead of copying them. One call splices the payloads of
-// consecutive small writes from one region.
+// The requester splices large payloads of writes into the pipe of the connection (pipe.hpp) instead of copying them.
+// One call splices the payloads of consecutive small writes from one region.
 #include "ibverbs/chunk_sges.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Smaller payloads are copied.
+// Payloads of fewer bytes are copied.
 constexpr std::size_t min_splice_bytes = 4096;
 
 } // namespace
@@ -23,9 +23,9 @@ Region* ConnectedQueuePair::find_local_region(const ibv_sge& sge, unsigned requi
     return cached.get();
 }
 
-// Return the number of pipe pages that this chunk needs, or 0 if the chunk shall be copied. Small chunks are copied. So
-// are chunks that may be sent again after a receiver-not-ready response, and chunks that the peer may drop, because
-// their spliced pages would stay in the pipe.
+// Return the number of pipe pages that this chunk needs, or 0 if the chunk shall be copied. Small chunks are copied.
+// Chunks that may be sent again after a receiver-not-ready response, and chunks that the peer may drop, are copied too,
+// because their spliced pages would stay in the pipe.
 std::uint32_t ConnectedQueuePair::count_pages_to_splice(const SendWork& work, const wire::Request& request) {
     if (!is_reliable() || request.opcode != wire::Opcode::write || (request.flags & wire::flag_immediate) != 0 ||
         work.is_inline || request.chunk_bytes < min_splice_bytes) {
@@ -43,7 +43,7 @@ std::uint32_t ConnectedQueuePair::count_pages_to_splice(const SendWork& work, co
 ibv_wc_status ConnectedQueuePair::splice_payload(const SendWork& work, const wire::Request& request) {
     const bool all_spliced = for_each_sge_in_chunk(work, request, [&](const ibv_sge& sge, std::size_t) {
         Region* const region = find_local_region(sge, 0);
-        return region != nullptr && region->splice_to(sge.addr, &link_->pipe(), sge.length) == RegionError::none;
+        return region != nullptr && region->splice_to_pipe(sge.addr, &link_->pipe(), sge.length) == RegionError::none;
     });
     return all_spliced ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR;
 }
@@ -74,26 +74,26 @@ void ConnectedQueuePair::flush_splices() {
     std::size_t succeeded_count = 0;
     const std::size_t splice_count = requester.pending_splices.size();
     const RegionError error =
-        requester.splice_region->splice_to(requester.pending_splices, &link_->pipe(), &succeeded_count);
+        requester.splice_region->splice_to_pipe(requester.pending_splices, &link_->pipe(), &succeeded_count);
     requester.pending_splices.clear();
     requester.splice_region.reset();
     if (error == RegionError::none) {
         return;
     }
-    // The requests after the failed one go back to the queue. So does the last started request if its payload was not
-    // queued: it has a chunk that is not submitted, or a local error.
+    // The requests after the failed one go back to the queue. The last started request goes back too if its payload was
+    // not queued: it has a chunk that is not submitted, or a local error.
     std::size_t requeued_count = splice_count - succeeded_count - 1;
     if (requester.has_pending_chunk || requester.local_error) {
         requester.has_pending_chunk = false;
         ++requeued_count;
     }
     for (; requeued_count > 0; --requeued_count) {
-        requester.queued.push_front(std::move(requester.started.back()));
-        requester.started.pop_back();
+        requester.queued_sends.push_front(std::move(requester.started_sends.back()));
+        requester.started_sends.pop_back();
     }
     for (std::size_t removed_count = splice_count - succeeded_count; removed_count > 0; --removed_count) {
-        requester.pipe_pages_used -= requester.in_flight.back().pipe_pages;
-        requester.in_flight.pop_back();
+        requester.pipe_pages_used -= requester.chunks_in_flight.back().pipe_pages;
+        requester.chunks_in_flight.pop_back();
         --requester.submitted_count;
     }
     requester.local_error = IBV_WC_LOC_PROT_ERR;

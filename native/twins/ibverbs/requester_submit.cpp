@@ -55,7 +55,7 @@ wire::Request make_first_chunk(const SendWork& work) {
     request.remote_address = work.remote_address;
     request.message_bytes = work.length_bytes;
     request.rkey = work.rkey;
-    request.immediate = work.immediate;
+    request.immediate_data = work.immediate_data;
     request.compare_or_add = work.compare_or_add;
     request.swap = work.swap;
     request.srq_number = work.remote_srq_number;
@@ -101,11 +101,12 @@ FaultSites* find_fault_sites(ibv_wr_opcode opcode) {
 }
 
 // Count a request, and return the status that the fault plan injects. A rule with nic= applies if it names the NIC of
-// the requester, or the port of the responder if the responder is on this machine.
+// the requester, or the NIC of the responder if the responder is on this machine.
 std::optional<int> find_path_fault(FaultSite* site, const Device& requester, const ibv_qp_attr& attr) {
     if (!site->has_rule()) {
         return find_injected_fault(site);
     }
+    // The second name is replaced if the responder is on this machine.
     std::array<std::string_view, 2> nics = {requester.public_device.name, requester.public_device.name};
     for (unsigned index = 0; index < device_count(); ++index) {
         if (std::memcmp(&device_at(index).gid, &attr.ah_attr.grh.dgid, sizeof(ibv_gid)) == 0) {
@@ -128,6 +129,7 @@ bool ConnectedQueuePair::has_fault_rule(ibv_wr_opcode opcode) {
     return sites != nullptr && (sites->before.has_rule() || sites->landed.has_rule());
 }
 
+// Count a request at its fault point. The caller has checked that the fault plan has no rule for it.
 void ConnectedQueuePair::count_without_fault(ibv_wr_opcode opcode) {
     if (FaultSites* const sites = find_fault_sites(opcode); sites != nullptr) {
         find_injected_fault(&sites->before);
@@ -139,29 +141,33 @@ std::optional<int> ConnectedQueuePair::find_fault_after(ibv_wr_opcode opcode, co
     return sites == nullptr ? std::nullopt : find_path_fault(&sites->landed, *context_->device, attr);
 }
 
+// Submit chunks and handle responses. Return whether there was progress.
 bool ConnectedQueuePair::make_progress(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     requester.copied_bytes = 0;
     const bool has_submitted_chunk = submit_requests(attr);
     const bool has_handled_response = handle_responses(attr);
-    if (!requester.error && requester.in_flight.empty() && requester.local_error) {
+    if (!requester.error && requester.chunks_in_flight.empty() && requester.local_error) {
         requester.error = requester.local_error;
     }
-    const bool is_lost =
+    const bool is_connection_lost =
         !requester.error && requester.is_peer_gone && link_->response_count() == requester.handled_count;
-    if (is_lost) {
+    if (is_connection_lost) {
         lose_connection();
     }
-    return has_submitted_chunk || has_handled_response || is_lost || requester.error;
+    return has_submitted_chunk || has_handled_response || is_connection_lost || requester.error;
 }
 
+// Start requests and submit their chunks until one of them must wait or fails. Return whether there was progress.
 bool ConnectedQueuePair::submit_requests(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     bool has_submitted_chunk = false;
     while (!requester.local_error && !requester.error && !requester.is_peer_gone &&
-           (requester.has_pending_chunk || !requester.queued.empty())) {
-        // Completed copies are delivered before further requests start.
-        if ((requester.may_get_rnr && !requester.in_flight.empty()) || requester.copied_bytes >= publish_after_bytes ||
+           (requester.has_pending_chunk || !requester.queued_sends.empty())) {
+        // Stop if the peer may refuse the last chunk as not ready, if many bytes were copied directly (their
+        // completions are delivered first), or until the time of the next retry.
+        if ((requester.may_get_rnr && !requester.chunks_in_flight.empty()) ||
+            requester.copied_bytes >= publish_after_bytes ||
             (requester.retry_at && Clock::now() < *requester.retry_at)) {
             break;
         }
@@ -182,13 +188,13 @@ bool ConnectedQueuePair::submit_requests(const ibv_qp_attr& attr) {
 // Start the next queued request. Return false if it must wait for earlier ones.
 bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
-    FaultSites* const sites = find_fault_sites(requester.queued.front().opcode);
+    FaultSites* const sites = find_fault_sites(requester.queued_sends.front().opcode);
     FaultSite* const site = sites != nullptr ? &sites->before : nullptr;
-    if (must_wait_for_earlier(requester.queued.front(), site)) {
+    if (must_wait_for_earlier(requester.queued_sends.front(), site)) {
         return false;
     }
-    const SendWork& work = requester.started.push_back(std::move(requester.queued.front()));
-    requester.queued.pop_front();
+    const SendWork& work = requester.started_sends.push_back(std::move(requester.queued_sends.front()));
+    requester.queued_sends.pop_front();
     if (changes_keys(work.opcode)) {
         change_keys(work);
         return true;
@@ -198,8 +204,8 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
         status = connect_to_peer(attr);
         if (status == IBV_WC_RETRY_EXC_ERR && !is_reliable()) {
             // The message is lost, which its sender does not notice.
-            requester.finished.push_back(std::move(requester.started.back()));
-            requester.started.pop_back();
+            requester.finished_sends.push_back(std::move(requester.started_sends.back()));
+            requester.started_sends.pop_back();
             return true;
         }
     }
@@ -222,14 +228,14 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
 void ConnectedQueuePair::change_keys(const SendWork& work) {
     RequesterState& requester = requester_state_;
     const bool is_bind = work.opcode == IBV_WR_BIND_MW;
-    const bool has_succeeded =
-        is_bind ? bind_window(*work.binding, domain_, qp_num_) : invalidate_window(work.immediate, domain_, qp_num_);
+    const bool has_succeeded = is_bind ? bind_window(*work.binding, domain_, qp_num_)
+                                       : invalidate_window(work.immediate_data, domain_, qp_num_);
     if (!has_succeeded) {
         requester.local_error = is_bind ? IBV_WC_MW_BIND_ERR : IBV_WC_LOC_QP_OP_ERR;
         return;
     }
-    requester.finished.push_back(std::move(requester.started.front()));
-    requester.started.pop_front();
+    requester.finished_sends.push_back(std::move(requester.started_sends.front()));
+    requester.started_sends.pop_front();
 }
 
 // Return whether the next request must wait for earlier requests. A fenced request waits for reads and atomic requests.
@@ -238,14 +244,14 @@ void ConnectedQueuePair::change_keys(const SendWork& work) {
 bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultSite* site) {
     RequesterState& requester = requester_state_;
     if ((next_send.is_fenced && requester.pending_data_response_count > 0) ||
-        (changes_keys(next_send.opcode) && !requester.started.empty()) || must_drain_for_copy(next_send)) {
+        (changes_keys(next_send.opcode) && !requester.started_sends.empty()) || must_drain_for_copy(next_send)) {
         return true;
     }
     if (site == nullptr || !site->has_rule()) {
         return false;
     }
     Lock lock(mutex_);
-    return !requester.started.empty() || !requester.finished.empty() || !delayed_completions_.empty();
+    return !requester.started_sends.empty() || !requester.finished_sends.empty() || !delayed_completions_.empty();
 }
 
 // Check a request. Return the status with which it fails, or IBV_WC_SUCCESS.
@@ -278,12 +284,12 @@ bool ConnectedQueuePair::reserve_payload(const SendWork& work, wire::Request* re
 // Submit the next chunk. Return false if there is no space at present.
 bool ConnectedQueuePair::submit_chunk() {
     RequesterState& requester = requester_state_;
-    const SendWork& work = requester.started.back();
+    const SendWork& work = requester.started_sends.back();
     wire::Request& request = requester.next_chunk;
     const std::uint64_t remaining_bytes = work.length_bytes - request.chunk_offset_bytes;
     request.chunk_bytes = static_cast<std::uint32_t>(std::min<std::uint64_t>(remaining_bytes, max_chunk_bytes));
     std::uint32_t page_count = 0;
-    if (requester.in_flight.size() == Link::slot_count || !reserve_payload(work, &request, &page_count)) {
+    if (requester.chunks_in_flight.size() == Link::slot_count || !reserve_payload(work, &request, &page_count)) {
         return false;
     }
     const bool is_spliced_later = page_count > 0 && can_queue_splice(work, request);
@@ -298,7 +304,7 @@ bool ConnectedQueuePair::submit_chunk() {
     if (wire::carries_payload(request.opcode)) {
         const ibv_wc_status status = is_spliced_later ? IBV_WC_SUCCESS
                                      : page_count > 0 ? splice_payload(work, request)
-                                                      : copy_payload(work, request, false);
+                                                      : copy_payload(work, request, /*to_memory=*/false);
         if (status != IBV_WC_SUCCESS) {
             // The chunk is not published, and no other chunk is submitted on this connection.
             requester.local_error = status;
@@ -306,10 +312,10 @@ bool ConnectedQueuePair::submit_chunk() {
         }
     }
     requester.pipe_pages_used += page_count;
-    if (requester.in_flight.empty()) {
+    if (requester.chunks_in_flight.empty()) {
         requester.last_response = Clock::now();
     }
-    requester.in_flight.push_back({request, link_->reserved_bytes(), page_count});
+    requester.chunks_in_flight.push_back({request, link_->reserved_bytes(), page_count});
     link_->put_request(requester.submitted_count++, request);
     requester.may_get_rnr = is_reliable() && needs_receive(request);
     requester.unpublished_bytes += request.chunk_bytes;
@@ -332,11 +338,12 @@ void ConnectedQueuePair::publish() {
 bool ConnectedQueuePair::handle_responses(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     bool has_handled_response = false;
-    while (!requester.error && !requester.in_flight.empty() && link_->response_count() != requester.handled_count) {
+    while (!requester.error && !requester.chunks_in_flight.empty() &&
+           link_->response_count() != requester.handled_count) {
         has_handled_response = true;
         const wire::Response response = link_->read_response(requester.handled_count);
-        if (link_->response_count() - requester.handled_count > requester.in_flight.size() ||
-            !wire::is_well_formed(response, requester.in_flight.front().request)) {
+        if (link_->response_count() - requester.handled_count > requester.chunks_in_flight.size() ||
+            !wire::is_well_formed(response, requester.chunks_in_flight.front().request)) {
             lose_connection();
         } else {
             handle_response(response, attr);
@@ -350,8 +357,8 @@ bool ConnectedQueuePair::handle_responses(const ibv_qp_attr& attr) {
 
 void ConnectedQueuePair::handle_response(const wire::Response& response, const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
-    const InFlightChunk chunk = requester.in_flight.front();
-    requester.in_flight.pop_front();
+    const InFlightChunk chunk = requester.chunks_in_flight.front();
+    requester.chunks_in_flight.pop_front();
     ++requester.handled_count;
     requester.pipe_pages_used -= chunk.pipe_pages;
     if (response.status == wire::Status::receiver_not_ready) {
@@ -371,13 +378,15 @@ void ConnectedQueuePair::handle_response(const wire::Response& response, const i
         requester.error = get_completion_status(response.status);
         return;
     }
-    SendWork& work = requester.started.front();
+    SendWork& work = requester.started_sends.front();
     if (returns_data(work.opcode)) {
+        // The old value of an atomic request is in the response, not in the payload ring.
         if (chunk.request.opcode != wire::Opcode::read) {
             std::memcpy(link_->memory().data_at(chunk.request.payload_offset), &response.original,
                         sizeof response.original);
         }
-        if (const ibv_wc_status status = copy_payload(work, chunk.request, true); status != IBV_WC_SUCCESS) {
+        if (const ibv_wc_status status = copy_payload(work, chunk.request, /*to_memory=*/true);
+            status != IBV_WC_SUCCESS) {
             requester.error = status;
             return;
         }
@@ -391,6 +400,7 @@ void ConnectedQueuePair::handle_response(const wire::Response& response, const i
     }
 }
 
+// Check that the local regions permit the request. Return the status with which it fails, or IBV_WC_SUCCESS.
 ibv_wc_status ConnectedQueuePair::check_local_access(const SendWork& work) {
     if (work.length_bytes > max_message_bytes) {
         return IBV_WC_LOC_LEN_ERR;
@@ -404,7 +414,7 @@ ibv_wc_status ConnectedQueuePair::check_local_access(const SendWork& work) {
     return IBV_WC_SUCCESS;
 }
 
-// Copy the payload of a chunk between the application's memory and the payload ring.
+// Copy the payload of a chunk from the application's memory to the payload ring, or back if `to_memory` is true.
 ibv_wc_status ConnectedQueuePair::copy_payload(const SendWork& work, const wire::Request& request, bool to_memory) {
     BounceBuffer* const bounce = &link_->memory();
     if (work.is_inline) {

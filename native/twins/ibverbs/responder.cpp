@@ -33,6 +33,7 @@ ibv_qp_type get_peer_type(ibv_qp_type type) {
     }
 }
 
+// After receiver_not_ready the requester may send the request again. Any other failure ends the connection.
 bool ends_connection(wire::Status status) {
     return status != wire::Status::done && status != wire::Status::receiver_not_ready;
 }
@@ -49,7 +50,7 @@ void ConnectedQueuePair::run_acceptor(int listener, bool is_remote) {
         join_ended_connections(lock);
         if (!socket) {
             // No descriptors or memory are left. Wait 10 ms: a connection that ends may free some.
-            changed_.wait_for(lock, std::chrono::milliseconds(10), [this] { return is_closing_; });
+            state_changed_.wait_for(lock, std::chrono::milliseconds(10), [this] { return is_closing_; });
             continue;
         }
         if (!is_remote && !is_same_user(socket.get())) {
@@ -106,6 +107,8 @@ void ConnectedQueuePair::run_responder(Connection* connection) {
     notify_change(lock);
 }
 
+// Receive the connect request and the descriptors of the link, and reply. Return the link, or nullptr if this pair does
+// not accept the peer.
 std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connection) {
     const int socket = connection->socket.get();
     wire::ConnectRequest connect_request{};
@@ -136,7 +139,7 @@ std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connectio
         }
     }
     if (!send_all(socket, &reply, sizeof reply) || reply.ready != 1) {
-        close_grants(*connection); // before the link is destroyed
+        close_grants(*connection); // before the link, whose memory has the grants, is destroyed
         return nullptr;
     }
     return link;
@@ -153,16 +156,19 @@ bool ConnectedQueuePair::is_expected_peer(const Lock&, const wire::ConnectReques
            connect_request.qp_type == static_cast<std::uint32_t>(get_peer_type(type()));
 }
 
+// Serve the requests of a connection until it ends.
 void ConnectedQueuePair::serve_requests(Connection* connection, Link* link, IncomingMessage* incoming) {
     for (std::uint32_t served_count = 0; link->wait_for_request(served_count, connection->socket.get());) {
         const std::uint32_t request_count = link->request_count();
         if (request_count - served_count > Link::slot_count) {
+            // A peer that claims more requests than the ring can hold violates the protocol.
             return;
         }
         while (served_count != request_count) {
             if (link->has_ended()) {
                 return;
             }
+            // The batch is empty if the next request must be served alone.
             const auto batch_count = serve_write_batch(connection, link, served_count, request_count, *incoming);
             if (!batch_count || (*batch_count == 0 && !serve_request(connection, link, served_count, incoming))) {
                 return;
@@ -172,12 +178,15 @@ void ConnectedQueuePair::serve_requests(Connection* connection, Link* link, Inco
     }
 }
 
-bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::uint32_t number,
+// Serve one request and publish its response. Return false if the connection must end, because the peer violates the
+// protocol, the pair cannot serve requests now, or the request has failed.
+bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::uint32_t request_number,
                                        IncomingMessage* incoming) {
-    const wire::Request request = link->read_request(number);
+    const wire::Request request = link->read_request(request_number);
     if (!wire::is_well_formed(request) || !Link::is_payload_in_bounds(request)) {
         return false;
     }
+    // An unreliable connection (UC) supports only sends and writes, and their payload never uses the pipe.
     if (!is_reliable() && (!wire::carries_payload(request.opcode) || (request.flags & wire::flag_piped) != 0)) {
         return false;
     }
@@ -194,6 +203,7 @@ bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::
     }
     wire::Response response = execute(request, link, incoming, *connection);
     if (response.magic != wire::magic) {
+        // execute_write returns an empty response if the requester has stopped.
         return false;
     }
     if (response.status == wire::Status::done) {
@@ -202,8 +212,8 @@ bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::
         drop_message(request, incoming, *connection);
         response = wire::make_response(wire::Status::done);
     }
-    link->put_response(number, response);
-    link->publish_responses(number + 1, connection->socket.get());
+    link->put_response(request_number, response);
+    link->publish_responses(request_number + 1, connection->socket.get());
     // Publish the response before the completion, as hardware does. A program may end as soon as it has polled its last
     // receive completion, and then the peer must already have the response.
     if (incoming->completion) {
@@ -220,9 +230,10 @@ bool ConnectedQueuePair::may_serve(const Connection& connection) {
 wire::Response ConnectedQueuePair::execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
                                            const Connection& connection) {
     if (!incoming->is_active) {
-        incoming->source = xrc_domain_ != nullptr ? xrc_domain_->find_queue(request.srq_number) : shared_receive_queue_;
+        incoming->shared_queue =
+            xrc_domain_ != nullptr ? xrc_domain_->find_queue(request.srq_number) : shared_receive_queue_;
     }
-    if (xrc_domain_ != nullptr && incoming->source == nullptr) {
+    if (xrc_domain_ != nullptr && incoming->shared_queue == nullptr) {
         return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
     switch (request.opcode) {
@@ -239,7 +250,7 @@ wire::Response ConnectedQueuePair::execute(const wire::Request& request, Link* l
 
 // Return the domain in which the key of a request is valid. An XRC request uses the domain of its shared receive queue.
 ProtectionDomain* ConnectedQueuePair::get_target_domain(const IncomingMessage& incoming) const {
-    return xrc_domain_ != nullptr ? incoming.source->domain() : domain_;
+    return xrc_domain_ != nullptr ? incoming.shared_queue->domain() : domain_;
 }
 
 bool ConnectedQueuePair::permits(unsigned required_access) {
@@ -260,7 +271,7 @@ RegionError ConnectedQueuePair::write_payload(const wire::Request& request, std:
         return region->write(address, link->memory(), request.payload_offset, request.chunk_bytes);
     }
     if (region->is_mapped()) {
-        return region->read_from(address, &link->pipe(), request.chunk_bytes);
+        return region->read_from_pipe(address, &link->pipe(), request.chunk_bytes);
     }
     BounceBuffer* const bounce = link->get_private_buffer();
     if (bounce == nullptr) {
@@ -364,23 +375,23 @@ wire::Response ConnectedQueuePair::fail_request(RegionError error, const Connect
 }
 
 void ConnectedQueuePair::count_served(const wire::Request& request) {
-    Traffic::Direction& served = context_->device->traffic.served;
+    Traffic::Direction& served_traffic = context_->device->traffic.served;
     if (wire::is_last_chunk(request)) {
-        ++served.requests;
+        ++served_traffic.requests;
     }
     switch (request.opcode) {
     case wire::Opcode::send:
-        served.send_bytes += request.chunk_bytes;
+        served_traffic.send_bytes += request.chunk_bytes;
         break;
     case wire::Opcode::write:
-        served.write_bytes += request.chunk_bytes;
+        served_traffic.write_bytes += request.chunk_bytes;
         break;
     case wire::Opcode::read:
-        served.read_bytes += request.chunk_bytes;
+        served_traffic.read_bytes += request.chunk_bytes;
         break;
     case wire::Opcode::compare_and_swap:
     case wire::Opcode::fetch_and_add:
-        served.atomic_bytes += request.chunk_bytes;
+        served_traffic.atomic_bytes += request.chunk_bytes;
         break;
     }
 }

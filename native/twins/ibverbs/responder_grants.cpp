@@ -14,11 +14,11 @@ void ConnectedQueuePair::grant(Region* region, std::uint32_t rkey, const Connect
     if (is_closing_ || !can_receive_requests() || connection.generation != generation_) {
         return;
     }
-    unsigned access = 0;
-    for (const unsigned type : {IBV_ACCESS_REMOTE_WRITE, IBV_ACCESS_REMOTE_READ}) {
-        access |= region->permits(type) && permits(lock, type) ? type : 0;
+    unsigned granted_access = 0;
+    for (const unsigned access_flag : {IBV_ACCESS_REMOTE_WRITE, IBV_ACCESS_REMOTE_READ}) {
+        granted_access |= region->permits(access_flag) && permits(lock, access_flag) ? access_flag : 0;
     }
-    connection.grants->grant(region, access);
+    connection.grants->grant(region, granted_access);
 }
 
 // Revoke the grants of a connection whose link is destroyed next.

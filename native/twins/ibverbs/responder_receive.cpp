@@ -23,10 +23,10 @@ wire::Response ConnectedQueuePair::execute_send(const wire::Request& request, co
         return fail_receive(incoming, IBV_WC_LOC_PROT_ERR, wire::Status::operation_failed);
     }
     incoming->arrived_bytes += request.chunk_bytes;
-    // If the invalidation fails, the receive request completes with the status that Soft-RoCE uses
-    // (RESPST_ERR_INVALIDATE_RKEY).
+    // If the invalidation fails, the receive request completes with IBV_WC_REM_INV_REQ_ERR, as in Soft-RoCE (its
+    // responder state RESPST_ERR_INVALIDATE_RKEY).
     if (wire::is_last_chunk(request) && (request.flags & wire::flag_invalidate) != 0 &&
-        !invalidate_window(request.immediate, get_target_domain(*incoming), qp_num_)) {
+        !invalidate_window(request.immediate_data, get_target_domain(*incoming), qp_num_)) {
         return fail_receive(incoming, IBV_WC_REM_INV_REQ_ERR, wire::Status::operation_failed);
     }
     return wire::is_last_chunk(request) ? finish_receive(request, incoming) : wire::make_response(wire::Status::done);
@@ -39,12 +39,12 @@ wire::Response ConnectedQueuePair::make_receiver_not_ready_response() {
     return response;
 }
 
-std::optional<ReceiveWork> ConnectedQueuePair::take_receive(const Lock&, SharedReceiveQueue* source) {
+std::optional<ReceiveWork> ConnectedQueuePair::take_receive(const Lock&, SharedReceiveQueue* shared_queue) {
     if (!can_receive_requests()) {
         return std::nullopt;
     }
-    if (source != nullptr) {
-        return source->take();
+    if (shared_queue != nullptr) {
+        return shared_queue->take();
     }
     if (posted_receives_.empty()) {
         return std::nullopt;
@@ -54,15 +54,16 @@ std::optional<ReceiveWork> ConnectedQueuePair::take_receive(const Lock&, SharedR
     return work;
 }
 
+// Begin a new incoming message: take a receive request for it. Return false if there is none.
 bool ConnectedQueuePair::consume_receive(IncomingMessage* incoming) {
     Lock lock(mutex_);
-    std::optional<ReceiveWork> work = take_receive(lock, incoming->source.get());
+    std::optional<ReceiveWork> work = take_receive(lock, incoming->shared_queue.get());
     if (!work) {
         return false;
     }
-    std::shared_ptr<SharedReceiveQueue> source = std::move(incoming->source);
+    std::shared_ptr<SharedReceiveQueue> shared_queue = std::move(incoming->shared_queue);
     *incoming = IncomingMessage{};
-    incoming->source = std::move(source);
+    incoming->shared_queue = std::move(shared_queue);
     incoming->work = std::move(*work);
     incoming->is_active = true;
     ++incoming_message_count_;
@@ -76,13 +77,13 @@ void ConnectedQueuePair::return_receive(IncomingMessage* incoming, const Connect
     }
     // The message did not complete. Its receive request goes back to the front of the queue, for the next message or to
     // be flushed. A pair in the error state flushes the request instead of returning it to a shared queue.
-    if (incoming->source != nullptr && state_ == IBV_QPS_ERR && connection.generation == generation_) {
+    if (incoming->shared_queue != nullptr && state_ == IBV_QPS_ERR && connection.generation == generation_) {
         ibv_wc flush_wc{};
         flush_wc.status = IBV_WC_WR_FLUSH_ERR;
         flush_wc.opcode = IBV_WC_RECV;
-        complete_receive(lock, incoming->work, incoming->source.get(), flush_wc, false);
-    } else if (incoming->source != nullptr) {
-        incoming->source->put_back(std::move(incoming->work));
+        complete_receive(lock, incoming->work, incoming->shared_queue.get(), flush_wc, false);
+    } else if (incoming->shared_queue != nullptr) {
+        incoming->shared_queue->put_back(std::move(incoming->work));
     } else if (connection.generation == generation_) {
         posted_receives_.push_front(std::move(incoming->work));
     }
@@ -91,7 +92,8 @@ void ConnectedQueuePair::return_receive(IncomingMessage* incoming, const Connect
     notify_change(lock);
 }
 
-// Drop a message of an unreliable pair that finds no receive request or is refused.
+// Drop a message that an unreliable pair refuses, or for which it has no receive request. A receive request with a
+// completion is not returned: deliver_receive completes it.
 void ConnectedQueuePair::drop_message(const wire::Request& request, IncomingMessage* incoming,
                                       const Connection& connection) {
     if (!incoming->completion) {
@@ -104,7 +106,7 @@ RegionError ConnectedQueuePair::scatter(const IncomingMessage& incoming, const w
                                         const BounceBuffer& bounce) {
     std::uint64_t skip_bytes = request.chunk_offset_bytes;
     std::size_t scattered_bytes = 0;
-    ProtectionDomain* const domain = incoming.source != nullptr ? incoming.source->domain() : domain_;
+    ProtectionDomain* const domain = incoming.shared_queue != nullptr ? incoming.shared_queue->domain() : domain_;
     for (const ibv_sge& sge : incoming.work.sges) {
         if (skip_bytes >= sge.length) {
             skip_bytes -= sge.length;
@@ -136,11 +138,11 @@ wire::Response ConnectedQueuePair::finish_receive(const wire::Request& request, 
     wc.byte_len = static_cast<std::uint32_t>(request.message_bytes);
     if ((request.flags & wire::flag_immediate) != 0) {
         wc.wc_flags = IBV_WC_WITH_IMM;
-        wc.imm_data = request.immediate;
+        wc.imm_data = request.immediate_data;
     }
     if ((request.flags & wire::flag_invalidate) != 0) {
         wc.wc_flags = IBV_WC_WITH_INV;
-        wc.invalidated_rkey = request.immediate;
+        wc.invalidated_rkey = request.immediate_data;
     }
     incoming->completion = wc;
     incoming->is_solicited = (request.flags & wire::flag_solicited) != 0;
@@ -163,13 +165,14 @@ void ConnectedQueuePair::deliver_receive(IncomingMessage* incoming, const Connec
     incoming->is_active = false;
     --incoming_message_count_;
     if (connection.generation == generation_) {
-        complete_receive(lock, incoming->work, incoming->source.get(), *incoming->completion, incoming->is_solicited);
+        complete_receive(lock, incoming->work, incoming->shared_queue.get(), *incoming->completion,
+                         incoming->is_solicited);
         if (incoming->completion->status != IBV_WC_SUCCESS) {
             enter_error(lock, &connection);
         }
-    } else if (incoming->source != nullptr) {
+    } else if (incoming->shared_queue != nullptr) {
         // A shared queue is not reset with the pair, so it gets the request back.
-        incoming->source->put_back(std::move(incoming->work));
+        incoming->shared_queue->put_back(std::move(incoming->work));
     }
     incoming->completion.reset();
     if (state_ == IBV_QPS_ERR) {

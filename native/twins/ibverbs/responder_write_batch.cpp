@@ -1,5 +1,5 @@
-// The responder serves consecutive spliced writes into one region as a batch. It checks the state, permission and key
-// once, copies all payloads by one call, and publishes the responses together.
+// The responder serves consecutive writes into one region as a batch if their payload is in the pipe (link.hpp). It
+// checks the state, permission and key once, copies all payloads with one call, and publishes the responses together.
 #include <array>
 
 #include "ibverbs/connected_queue_pair.hpp"
@@ -19,8 +19,9 @@ bool is_complete_piped_write(const wire::Request& request) {
 
 } // namespace
 
-// Return the number of served requests. Return 0 if serve_request, which detects all errors, must serve the next
-// request. Return nullopt if the connection ends.
+// Serve the requests from `first_number` to before `end_number`, as long as they are complete writes into one region
+// and their payload is in the pipe. Return the number of served requests. Return 0 if serve_request, which detects all
+// errors, must serve the next request. Return nullopt if the connection ends.
 std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* connection, Link* link,
                                                                    std::uint32_t first_number, std::uint32_t end_number,
                                                                    const IncomingMessage& incoming) {
@@ -28,7 +29,7 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
         return 0;
     }
     wire::Request first_request{};
-    std::array<iovec, max_batch_requests> payloads;
+    std::array<iovec, max_batch_requests> destinations;
     std::uint64_t batch_bytes = 0;
     std::uint32_t request_count = 0;
     std::shared_ptr<Region> region;
@@ -54,7 +55,7 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
             !region->covers(request.remote_address, request.message_bytes)) {
             break;
         }
-        payloads[request_count] = {reinterpret_cast<void*>(request.remote_address), request.chunk_bytes};
+        destinations[request_count] = {reinterpret_cast<void*>(request.remote_address), request.chunk_bytes};
         batch_bytes += request.chunk_bytes;
     }
     if (request_count < 2 || !may_serve(*connection) || !permits(IBV_ACCESS_REMOTE_WRITE) || !region->is_mapped()) {
@@ -62,12 +63,12 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
     }
     std::size_t succeeded_count = 0;
     const RegionError error =
-        region->read_from(std::span(payloads).first(request_count), &link->pipe(), &succeeded_count);
-    Traffic::Direction& served = context_->device->traffic.served;
-    served.requests += succeeded_count;
-    // Count each write separately, because no packet has bytes of two writes.
+        region->read_from_pipe(std::span(destinations).first(request_count), &link->pipe(), &succeeded_count);
+    Traffic::Direction& served_traffic = context_->device->traffic.served;
+    served_traffic.requests += succeeded_count;
+    // Add each write separately: the counter computes the number of packets, and no packet has bytes of two writes.
     for (std::size_t index = 0; index < succeeded_count; ++index) {
-        served.write_bytes += payloads[index].iov_len;
+        served_traffic.write_bytes += destinations[index].iov_len;
     }
     if (error == RegionError::none) {
         grant(region.get(), first_request.rkey, *connection);

@@ -18,7 +18,7 @@ constexpr FaultPoint make_errno_point(std::string_view name) {
 }
 
 constexpr FaultPoint make_status_point(std::string_view name) {
-    return {name, FaultKind::status, IBV_WC_TM_RNDV_INCOMPLETE};
+    return {name, FaultKind::status, IBV_WC_TM_RNDV_INCOMPLETE}; // the largest status code
 }
 
 // Return the fault point, changed so that a rule can name one NIC (nic=NAME).
@@ -29,7 +29,7 @@ constexpr FaultPoint allow_nic_rules(FaultPoint point) {
 
 // These are all implemented functions that can fail, and the fault points of a completion (wc.*). The list includes
 // functions that are not exported symbols, because clients call them through the tables of function pointers in a
-// context.
+// context. A request checks its point wc.X before the transfer of its bytes, and wc.X.landed after it.
 constexpr std::array fault_points = {
     make_errno_point("_ibv_query_gid_ex"),
     make_errno_point("_ibv_query_gid_table"),

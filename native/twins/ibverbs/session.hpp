@@ -21,7 +21,7 @@ const std::string& start_session();
 // belongs.
 std::optional<int> find_injected_fault(std::string_view point, std::span<const std::string_view> nics = {});
 
-// Like the function above, for a fault point of a function that is called often.
+// Like the function above, for a function that is called often: a static `site` avoids the search for the fault point.
 std::optional<int> find_injected_fault(FaultSite* site, std::span<const std::string_view> nics = {});
 
 // Set errno and return nullptr, as many verbs functions report an error.

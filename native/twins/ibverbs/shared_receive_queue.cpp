@@ -10,30 +10,30 @@ namespace gdrkit::twin::verbs {
 
 namespace {
 
-// Draw a number of 24 bits, which repeats after 16 million queues. It is not 0, because 0 means that a request goes to
-// no shared receive queue.
-std::uint32_t draw_number() {
+// Return the number of a new queue. A number has 24 bits, so the numbers repeat after 16 million queues. The number 0
+// is not used, because 0 in a request means that the request goes to no shared receive queue.
+std::uint32_t make_queue_number() {
     static std::atomic<std::uint32_t> last_number{static_cast<std::uint32_t>(random_u64())};
     const std::uint32_t number = ++last_number & 0xffffff;
-    return number != 0 ? number : draw_number();
+    return number != 0 ? number : make_queue_number();
 }
 
 } // namespace
 
 SharedReceiveQueue::SharedReceiveQueue(ibv_srq* public_srq, ProtectionDomain* domain, const ibv_srq_attr& attr,
                                        std::shared_ptr<CompletionQueue> completion_queue)
-    : public_srq_(public_srq), domain_(domain), completion_queue_(std::move(completion_queue)), number_(draw_number()),
-      max_requests_(attr.max_wr), max_sges_(attr.max_sge) {}
+    : public_srq_(public_srq), domain_(domain), completion_queue_(std::move(completion_queue)),
+      number_(make_queue_number()), max_requests_(attr.max_wr), max_sges_(attr.max_sge) {}
 
 int SharedReceiveQueue::post(const ibv_recv_wr& wr) {
     if (!is_valid_sge_list(wr.sg_list, wr.num_sge, max_sges_)) {
         return EINVAL;
     }
     std::lock_guard lock(mutex_);
-    if (slots_->used >= max_requests_) {
+    if (slots_->used_count >= max_requests_) {
         return ENOMEM;
     }
-    ++slots_->used;
+    ++slots_->used_count;
     requests_.push_back(to_receive_work(wr));
     return 0;
 }
@@ -67,7 +67,7 @@ int SharedReceiveQueue::modify(const ibv_srq_attr& attr, int attr_mask) {
     const std::uint32_t new_limit = (attr_mask & IBV_SRQ_LIMIT) != 0 ? attr.srq_limit : limit_;
     // The kernel's rxe_srq_chk_attr and rxe_queue_resize refuse the same values.
     if ((attr_mask & ~(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT)) != 0 || new_size == 0 || new_size > max_wr ||
-        new_size < slots_->used || new_limit > new_size) {
+        new_size < slots_->used_count || new_limit > new_size) {
         return EINVAL;
     }
     max_requests_ = new_size;

@@ -1,5 +1,5 @@
 // Shared receive queues (SRQ): receive requests that several queue pairs consume. A queue pair of any transport takes
-// the next request by take(), and the completion of the request frees its slot in the SRQ.
+// the next request with take(), and the completion of the request frees its slot in the SRQ.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@ public:
     // Remove and return the next request; nullopt if there is none. Raise IBV_EVENT_SRQ_LIMIT_REACHED if fewer requests
     // than the limit are left.
     std::optional<ReceiveWork> take();
-    // Return a request whose message did not arrive. It becomes the next request again.
+    // Put back a request that take() returned, because its message did not arrive. It becomes the next request again.
     void put_back(ReceiveWork work);
 
     // Carry out ibv_modify_srq. Return 0 or EINVAL.
@@ -39,7 +39,8 @@ public:
     // Every completion of a request of this queue must free one of these slots.
     [[nodiscard]] const std::shared_ptr<WorkQueueSlots>& slots() const { return slots_; }
 
-    // The completion queue of an XRC queue; nullptr for a basic queue, which uses the queues of the queue pairs.
+    // The completion queue of an XRC queue; nullptr for a basic queue: its requests complete in the completion queues
+    // of the queue pairs.
     [[nodiscard]] const std::shared_ptr<CompletionQueue>& completion_queue() const { return completion_queue_; }
     // The number by which send requests of XRC queue pairs name this queue.
     [[nodiscard]] std::uint32_t number() const { return number_; }
@@ -64,7 +65,7 @@ private:
 struct SharedReceiveQueueHandle {
     ibv_srq public_srq{};
     std::shared_ptr<SharedReceiveQueue> impl;
-    // Set for an XRC queue.
+    // The XRC domain and the completion queue of an XRC queue; nullptr for a basic queue.
     ibv_xrcd* xrcd = nullptr;
     ibv_cq* cq = nullptr;
 };

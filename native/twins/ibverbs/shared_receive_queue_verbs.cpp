@@ -92,6 +92,7 @@ int get_srq_number(ibv_srq* srq, std::uint32_t* number) {
 int post_srq_receive(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
     const auto fault = find_injected_fault("ibv_post_srq_recv");
     int error = fault ? *fault : is_alive("ibv_srq", srq) ? 0 : EINVAL;
+    // After an error, `wr` stays at the request that failed.
     for (; error == 0 && wr != nullptr; wr = error == 0 ? wr->next : wr) {
         error = get_srq_handle(srq)->impl->post(*wr);
     }
@@ -111,11 +112,11 @@ ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* init_attr) {
     if (const auto fault = find_injected_fault("ibv_create_srq")) {
         return fail_null(*fault);
     }
-    ibv_srq_init_attr_ex extended{};
-    extended.srq_context = init_attr->srq_context;
-    extended.attr = init_attr->attr;
-    extended.pd = pd;
-    return create_queue(pd, extended);
+    ibv_srq_init_attr_ex extended_attr{};
+    extended_attr.srq_context = init_attr->srq_context;
+    extended_attr.attr = init_attr->attr;
+    extended_attr.pd = pd;
+    return create_queue(pd, extended_attr);
 }
 
 int ibv_destroy_srq(ibv_srq* srq) {

@@ -56,6 +56,7 @@ std::unique_ptr<Link> TcpLink::make_requester(int socket) {
     if (!link->socket_ || !link->wake_eventfd_) {
         return nullptr;
     }
+    // The handshake has set a receive timeout. Remove it, because an idle connection receives no responses.
     const timeval no_timeout{0, 0};
     setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &no_timeout, sizeof no_timeout);
     try {
@@ -106,8 +107,8 @@ bool TcpLink::take_wake(int) {
 }
 
 void TcpLink::run_receiver() {
-    for (std::uint32_t number = 0; receive_response(number);) {
-        if (store_response_count(++number)) {
+    for (std::uint32_t request_number = 0; receive_response(request_number);) {
+        if (store_response_count(++request_number)) {
             eventfd_write(wake_eventfd_.get(), 1);
         }
     }
@@ -115,18 +116,19 @@ void TcpLink::run_receiver() {
     eventfd_write(wake_eventfd_.get(), 1);
 }
 
-// Receive the next response. Return false at the end of the connection, or if the response belongs to no request.
-bool TcpLink::receive_response(std::uint32_t number) {
+// Receive the next response. Return false at the end of the connection, or if the response is malformed or belongs to
+// no request.
+bool TcpLink::receive_response(std::uint32_t request_number) {
     wire::Response response{};
-    if (!recv_all(socket_.get(), &response, sizeof response) || request_count() - number - 1 >= slot_count) {
+    if (!recv_all(socket_.get(), &response, sizeof response) || request_count() - request_number - 1 >= slot_count) {
         return false;
     }
-    const wire::Request request = read_request(number);
+    const wire::Request request = read_request(request_number);
     if (!wire::is_well_formed(response, request) ||
         !recv_all(socket_.get(), memory().data_at(request.payload_offset), count_payload_bytes(response, request))) {
         return false;
     }
-    put_response(number, response);
+    put_response(request_number, response);
     return true;
 }
 
@@ -136,7 +138,7 @@ bool TcpLink::wait_for_request(std::uint32_t served_count, int socket) {
         (request.flags & wire::flag_piped) != 0) {
         return false;
     }
-    // Only one request is served at a time, so that its payload is always at the start of the ring.
+    // Only one request is served at a time, so its payload is always at the start of the ring.
     request.payload_offset = payload_offset;
     if (wire::carries_payload(request.opcode) &&
         !recv_all(socket, memory().data_at(payload_offset), request.chunk_bytes)) {

@@ -31,7 +31,7 @@ public:
 private:
     explicit TcpLink(std::unique_ptr<BounceBuffer> memory) : Link(std::move(memory), nullptr) {}
     void run_receiver();
-    bool receive_response(std::uint32_t number);
+    bool receive_response(std::uint32_t request_number);
 
     // Number of requests (requester) or responses (responder) that were sent.
     std::uint32_t sent_count_ = 0;

@@ -30,20 +30,21 @@ template <typename... Functions> void fill_entries(Functions&... entries) {
 
 } // namespace
 
-void fill_unsupported(verbs_context* extended) {
-    verbs_context& extension = *extended;
-    fill_entries(extension.query_port, extension.advise_mr, extension.alloc_null_mr, extension.read_counters,
-                 extension.attach_counters_point_flow, extension.create_counters, extension.destroy_counters,
-                 extension.reg_dm_mr, extension.alloc_dm, extension.free_dm, extension.modify_flow_action_esp,
-                 extension.destroy_flow_action, extension.create_flow_action_esp, extension.modify_qp_rate_limit,
-                 extension.alloc_parent_domain, extension.dealloc_td, extension.alloc_td, extension.modify_cq,
-                 extension.post_srq_ops, extension.destroy_rwq_ind_table, extension.create_rwq_ind_table,
-                 extension.destroy_wq, extension.modify_wq, extension.create_wq, extension.query_rt_values,
-                 extension.create_cq_ex, extension.query_device_ex, extension.ibv_destroy_flow,
-                 extension.ABI_placeholder2, extension.ibv_create_flow, extension.ABI_placeholder1, extension.open_qp,
-                 extension.create_qp_ex, extension.get_srq_num, extension.create_srq_ex, extension.open_xrcd,
-                 extension.close_xrcd);
-    ibv_context_ops& ops = extension.context.ops;
+void fill_unsupported(verbs_context* context) {
+    verbs_context& extended_ops = *context;
+    fill_entries(
+        extended_ops.query_port, extended_ops.advise_mr, extended_ops.alloc_null_mr, extended_ops.read_counters,
+        extended_ops.attach_counters_point_flow, extended_ops.create_counters, extended_ops.destroy_counters,
+        extended_ops.reg_dm_mr, extended_ops.alloc_dm, extended_ops.free_dm, extended_ops.modify_flow_action_esp,
+        extended_ops.destroy_flow_action, extended_ops.create_flow_action_esp, extended_ops.modify_qp_rate_limit,
+        extended_ops.alloc_parent_domain, extended_ops.dealloc_td, extended_ops.alloc_td, extended_ops.modify_cq,
+        extended_ops.post_srq_ops, extended_ops.destroy_rwq_ind_table, extended_ops.create_rwq_ind_table,
+        extended_ops.destroy_wq, extended_ops.modify_wq, extended_ops.create_wq, extended_ops.query_rt_values,
+        extended_ops.create_cq_ex, extended_ops.query_device_ex, extended_ops.ibv_destroy_flow,
+        extended_ops.ABI_placeholder2, extended_ops.ibv_create_flow, extended_ops.ABI_placeholder1,
+        extended_ops.open_qp, extended_ops.create_qp_ex, extended_ops.get_srq_num, extended_ops.create_srq_ex,
+        extended_ops.open_xrcd, extended_ops.close_xrcd);
+    ibv_context_ops& ops = extended_ops.context.ops;
     fill_entries(ops._compat_query_device, ops._compat_query_port, ops._compat_alloc_pd, ops._compat_dealloc_pd,
                  ops._compat_reg_mr, ops._compat_rereg_mr, ops._compat_dereg_mr, ops.alloc_mw, ops.bind_mw,
                  ops.dealloc_mw, ops._compat_create_cq, ops.poll_cq, ops.req_notify_cq, ops._compat_cq_event,

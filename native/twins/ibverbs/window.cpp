@@ -12,7 +12,7 @@ namespace gdrkit::twin::verbs {
 namespace {
 
 constexpr unsigned remote_write_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
-constexpr unsigned window_flags =
+constexpr unsigned allowed_window_flags =
     remote_write_flags | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ZERO_BASED;
 
 struct WindowHandle {
@@ -36,7 +36,7 @@ void unbind(Window* window) {
 bool is_bindable(const KeyTable& table, const WindowBinding& binding) {
     const Region& region = *binding.region;
     const auto region_entry = table.by_lkey.find(region.lkey);
-    return region_entry != table.by_lkey.end() && region_entry->second == binding.region &&
+    return region_entry != table.by_lkey.end() && region_entry->second == binding.region && !region.refuses_windows &&
            is_same_protection(region.domain, binding.window->domain) && region.permits(IBV_ACCESS_MW_BIND) &&
            ((binding.access & remote_write_flags) == 0 || region.permits(IBV_ACCESS_LOCAL_WRITE)) &&
            region.covers(binding.address, binding.length_bytes);
@@ -46,8 +46,8 @@ bool is_valid_binding(const KeyTable& table, const WindowBinding& binding, const
     const Window& window = *binding.window;
     const auto window_entry = table.windows.find(get_window_index(window.rkey));
     if (window_entry == table.windows.end() || window_entry->second != binding.window ||
-        get_window_index(binding.rkey) != get_window_index(window.rkey) || (binding.access & ~window_flags) != 0 ||
-        !is_same_protection(window.domain, qp_domain)) {
+        get_window_index(binding.rkey) != get_window_index(window.rkey) ||
+        (binding.access & ~allowed_window_flags) != 0 || !is_same_protection(window.domain, qp_domain)) {
         return false;
     }
     if (window.type == IBV_MW_TYPE_1) {
@@ -119,12 +119,12 @@ std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomai
         (window.access & required_access) != required_access) {
         return nullptr;
     }
-    const std::uint64_t begin = (window.access & IBV_ACCESS_ZERO_BASED) != 0 ? 0 : window.address;
-    if (*address < begin || *address - begin > window.length_bytes ||
-        size_bytes > window.length_bytes - (*address - begin)) {
+    const std::uint64_t window_begin = (window.access & IBV_ACCESS_ZERO_BASED) != 0 ? 0 : window.address;
+    if (*address < window_begin || *address - window_begin > window.length_bytes ||
+        size_bytes > window.length_bytes - (*address - window_begin)) {
         return nullptr;
     }
-    *address = window.address + (*address - begin);
+    *address = window.address + (*address - window_begin);
     return window.region;
 }
 
@@ -141,8 +141,8 @@ ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
     {
         KeyTable& table = key_table();
         std::lock_guard lock(table.mutex);
-        // Bind requests can give a window every key with its index, so no region may have one of these keys.
-        const auto is_used = [&table](std::uint32_t index) {
+        // Bind requests can give a window any key with the window's index, so no region may have one of these keys.
+        const auto is_index_used = [&table](std::uint32_t index) {
             for (std::uint32_t tag = 0; tag <= 0xff; ++tag) {
                 if (table.by_rkey.contains(index << 8 | tag)) {
                     return true;
@@ -152,7 +152,7 @@ ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
         };
         do {
             handle->impl->rkey = draw_unused_key(&table);
-        } while (is_used(get_window_index(handle->impl->rkey)));
+        } while (is_index_used(get_window_index(handle->impl->rkey)));
         table.windows[get_window_index(handle->impl->rkey)] = handle->impl;
     }
     handle->public_mw.context = pd->context;

@@ -1,5 +1,4 @@
-// Memory windows (MW): remotely accessible parts of memory regions. A queue pair binds and invalidates them by
-// requests.
+// Memory windows (MW): remotely accessible parts of memory regions. Requests of a queue pair bind and invalidate them.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +19,10 @@ struct Window {
     std::uint32_t rkey = 0;
     // The region to which the window is bound, or nullptr.
     std::shared_ptr<Region> region;
+    // Address of the window's first byte in the region.
     std::uint64_t address = 0;
     std::uint64_t length_bytes = 0;
-    unsigned access = 0;
+    unsigned access = 0; // IBV_ACCESS_* flags
     // The queue pair that bound a window of type 2. Only requests to this queue pair may use the window.
     std::uint32_t qp_num = 0;
 };
@@ -37,6 +37,7 @@ struct WindowBinding {
     unsigned access = 0;
 };
 
+// Return the upper 24 bits of the key, which a bind request cannot change.
 inline std::uint32_t get_window_index(std::uint32_t rkey) {
     return rkey >> 8;
 }
@@ -48,8 +49,9 @@ std::shared_ptr<const WindowBinding> make_binding(ibv_mw* mw, std::uint32_t rkey
 bool bind_window(const WindowBinding& binding, const ProtectionDomain* qp_domain, std::uint32_t qp_num);
 bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, std::uint32_t qp_num);
 
-// If the request may access this range of a bound window, return the region of the window, and replace *address by the
-// address in the region. Else return nullptr.
+// Find the bound window with the key `rkey`. If a request to the queue pair `qp_num` may access `size_bytes` bytes from
+// *address on in this window, return the region of the window, and replace *address, which counts from 0 in a
+// zero-based window, by the address in the region. Else return nullptr.
 std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
                                        unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes);
 

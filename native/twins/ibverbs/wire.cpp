@@ -34,6 +34,8 @@ bool is_well_formed(const ConnectRequest& connect_request) {
 }
 
 bool is_well_formed(const Request& request) {
+    // Only a send can invalidate a key, whose number takes the place of immediate data. Only a write with payload can
+    // use the pipe.
     if (request.magic != magic || request.opcode > Opcode::fetch_and_add ||
         (request.flags & ~(flag_immediate | flag_solicited | flag_piped | flag_invalidate)) != 0 ||
         ((request.flags & flag_invalidate) != 0 &&

@@ -5,7 +5,7 @@
 // requests.
 //
 // Both sides have the same version and byte order, so the structures are sent as they are in memory. The magic number
-// and the checks of sizes detect clients of another type.
+// and the checks of sizes detect peers that do not speak this protocol.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ struct ConnectRequest {
     ibv_gid destination_gid;
     std::uint32_t source_qpn;
     std::uint32_t destination_qpn;
-    // Number of the first packet, and type of the source's GID. The peer refuses values that it does not expect,
-    // because on hardware the packets would not arrive.
+    // Packet sequence number (PSN) of the first packet, and type of the source's GID. The peer refuses values that it
+    // does not expect, because on hardware the packets would not arrive.
     std::uint32_t psn;
     std::uint32_t gid_type;
     // Type of the source (ibv_qp_type). The peer refuses a type that does not match its own.
@@ -38,7 +38,7 @@ static_assert(sizeof(ConnectRequest) == 64);
 
 struct ConnectReply {
     std::uint32_t magic;
-    // 1: the queue pair accepts this peer. 0: it refuses the peer. On hardware it would drop the packets of this peer.
+    // 1: the queue pair accepts this peer. 0: it refuses the peer; on hardware it would drop the peer's packets.
     std::uint32_t ready;
     // A random number, and its address in the responder's process. A requester that reads this number at this address
     // of the peer's process knows that it can access the memory of the right process (peer_memory.hpp).
@@ -56,7 +56,7 @@ inline constexpr std::uint16_t flag_immediate = 1;
 inline constexpr std::uint16_t flag_solicited = 2;
 // The payload of this chunk is in the pipe of the connection (link.hpp), not in the shared memory.
 inline constexpr std::uint16_t flag_piped = 4;
-// The member `immediate` of this send is an rkey that the receiver invalidates.
+// The member `immediate_data` of this send is an rkey that the receiver invalidates.
 inline constexpr std::uint16_t flag_invalidate = 8;
 
 struct Request {
@@ -69,8 +69,8 @@ struct Request {
     std::uint64_t chunk_offset_bytes;
     std::uint32_t chunk_bytes;
     std::uint32_t rkey;
-    std::uint32_t immediate;
-    // Offset in the shared memory of this chunk's payload: the source of a send or write, the destination of a read.
+    std::uint32_t immediate_data;
+    // Offset of this chunk's payload in the shared memory: the source of a send or write, the destination of a read.
     std::uint32_t payload_offset;
     std::uint64_t compare_or_add;
     std::uint64_t swap;
@@ -87,7 +87,7 @@ struct Response {
     Status status;
     // For receiver_not_ready: the min_rnr_timer code of the time to wait.
     std::uint32_t rnr_timer;
-    // For a read: number of bytes that the responder has stored in the shared memory.
+    // For a read: number of payload bytes that the responder returns.
     std::uint32_t payload_bytes;
     // For an atomic request: the old value.
     std::uint64_t original;
@@ -97,10 +97,11 @@ static_assert(sizeof(Response) == 24);
 // Return a response without payload.
 Response make_response(Status status);
 
-// Return the name of the socket on which a queue pair listens.
+// Return the name of the socket on which a queue pair listens: "qp.", the GID, "." and the queue pair number, both in
+// hexadecimal digits.
 std::string make_socket_name(const ibv_gid& gid, std::uint32_t qp_num);
 
-// Return whether the sizes are consistent and within bounds, and no unknown flag is set.
+// Return whether a message has the magic number, consistent sizes and numbers within bounds, and no unknown flag.
 bool is_well_formed(const ConnectRequest& connect_request);
 bool is_well_formed(const Request& request);
 bool is_well_formed(const Response& response, const Request& request);

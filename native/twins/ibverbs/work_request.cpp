@@ -57,7 +57,7 @@ SendWork to_send_work(const ibv_send_wr& wr, bool all_signaled, std::uint64_t le
     work.is_signaled = all_signaled || (wr.send_flags & IBV_SEND_SIGNALED) != 0;
     work.is_solicited = (wr.send_flags & IBV_SEND_SOLICITED) != 0;
     work.is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
-    work.immediate = wr.imm_data;
+    work.immediate_data = wr.imm_data;
     if (changes_keys(wr.opcode)) {
         if (wr.opcode == IBV_WR_BIND_MW) {
             work.binding = make_binding(wr.bind_mw.mw, wr.bind_mw.rkey, wr.bind_mw.bind_info);

@@ -42,10 +42,10 @@ struct SendWork {
     bool is_signaled = false;
     bool is_solicited = false;
     bool is_inline = false;
-    std::uint32_t immediate = 0; // the immediate data, or the rkey that the request invalidates
+    std::uint32_t immediate_data = 0; // the immediate data, or the rkey that the request invalidates
     std::uint64_t remote_address = 0;
     std::uint32_t rkey = 0;
-    std::uint64_t compare_or_add = 0;
+    std::uint64_t compare_or_add = 0; // the value that a compare-and-swap compares, or the addend of a fetch-and-add
     std::uint64_t swap = 0;
     std::uint32_t remote_srq_number = 0; // for an XRC queue pair
     std::uint64_t length_bytes = 0;
@@ -63,15 +63,18 @@ struct ReceiveWork {
     std::vector<ibv_sge> sges;
 };
 
-// Return whether an entry count is within `max_count`, and the list exists if it has entries.
+// Return whether `count` is at most `max_count`, and `sges` is not null unless `count` is 0.
 bool is_valid_sge_list(const ibv_sge* sges, int count, std::uint32_t max_count);
+// Return the sum of the lengths of the entries.
 std::uint64_t count_total_bytes(const ibv_sge* sges, int count);
-// Return whether the opcode is an atomic operation, or an operation that sends the client's data.
+// Return whether the opcode is an atomic operation.
 bool is_atomic(ibv_wr_opcode opcode);
+// Return whether the request sends the client's data: a send or a write.
 bool carries_data(ibv_wr_opcode opcode);
 // Return whether the request only changes the keys of its own device: it binds or invalidates a memory window.
 bool changes_keys(ibv_wr_opcode opcode);
-// Translate a request whose list of entries was checked. Inline data is copied.
+// Translate a request whose list of entries was checked, and copy its inline data. `all_signaled` is sq_sig_all of the
+// queue pair: every request gets a completion.
 SendWork to_send_work(const ibv_send_wr& wr, bool all_signaled, std::uint64_t length_bytes);
 ReceiveWork to_receive_work(const ibv_recv_wr& wr);
 

@@ -16,7 +16,7 @@ namespace {
 
 using FileKey = std::tuple<const Device*, dev_t, ino_t>;
 
-// The open domains that belong to files.
+// The open XRC domains of files. An entry whose domain is closed has an expired pointer.
 struct SharedDomains {
     std::mutex mutex;
     std::map<FileKey, std::weak_ptr<XrcDomain>> domains;

@@ -23,15 +23,15 @@ public:
     void remove_queue(const SharedReceiveQueue& srq);
     // Return the queue with this number; nullptr if the domain has none.
     std::shared_ptr<SharedReceiveQueue> find_queue(std::uint32_t number);
-    // Remove the completions of a queue pair from the completion queues of all shared receive queues of the domain. The
-    // pair is reset or destroyed.
+    // Remove the completions of a queue pair that is reset or destroyed from the completion queues of all shared
+    // receive queues of the domain.
     void drop_completions(std::uint32_t qp_num);
 
     // Add a receive queue pair with its first structure.
     void add_pair(const std::shared_ptr<QueuePair>& pair, ibv_qp* structure);
     // Add a structure to the receive queue pair with this number, and return the pair; nullptr if there is none.
     std::shared_ptr<QueuePair> open_pair(std::uint32_t qp_num, ibv_qp* structure);
-    // Remove a structure. Return whether it was the last one of its pair.
+    // Remove a structure. Return whether its pair has no structure left, also if the domain does not have the pair.
     bool remove_structure(const ibv_qp* structure);
     // Raise an asynchronous event for every structure of a pair.
     void raise(std::uint32_t qp_num, ibv_event_type type);
@@ -43,8 +43,8 @@ private:
     };
 
     std::mutex mutex_;
-    std::map<std::uint32_t, std::shared_ptr<SharedReceiveQueue>> queues_;
-    std::map<std::uint32_t, ReceivePair> pairs_;
+    std::map<std::uint32_t, std::shared_ptr<SharedReceiveQueue>> queues_; // by their numbers
+    std::map<std::uint32_t, ReceivePair> pairs_;                          // by their queue pair numbers
 };
 
 struct XrcDomainHandle {

@@ -1,5 +1,5 @@
 // A library for LD_AUDIT (rtld-audit(7)). With it, the dynamic loader opens a twin in place of each library with the
-// same name, even if the program has its own copy of that library. `gdrkit run` sets the variable for its child.
+// same name, even if the program has its own copy of that library. `gdrkit run` sets LD_AUDIT for its child.
 //
 // LD_LIBRARY_PATH is not enough. The loader searches a DT_RPATH of the program first. Python wheels contain copies with
 // other names (libibverbs-1a2b3c4d.so.1.14.48.0). Some programs open a library by its absolute path.
@@ -26,7 +26,7 @@ constexpr bool is_hash(std::string_view text) {
 }
 
 // Return the name of a library without folder, version and auditwheel's hash: "libcuda" for "/a/libcuda.so.1" and for
-// "libcuda-0123abcd.so.1.2". Return an empty text for the path of another file.
+// "libcuda-0123abcd.so.1.2". Return an empty text if the path is not the path of a library.
 constexpr std::string_view get_stem(std::string_view path) {
     if (const auto slash = path.rfind('/'); slash != std::string_view::npos) {
         path.remove_prefix(slash + 1);
@@ -36,7 +36,7 @@ constexpr std::string_view get_stem(std::string_view path) {
         return {};
     }
     path.remove_suffix(path.size() - suffix);
-    // substr would need the C++ library, because it can throw.
+    // The code does not call substr, which can throw and therefore would need the C++ library.
     const auto dash = path.rfind('-');
     if (dash != std::string_view::npos && is_hash({path.data() + dash + 1, path.size() - dash - 1})) {
         path.remove_suffix(path.size() - dash);
@@ -170,9 +170,9 @@ bool read_soname(const char* path, char (&buffer)[PATH_MAX]) {
     return has_soname;
 }
 
-// Return the first number of the version of a library, from its name, else from the name of the file to which links
-// lead, else from its SONAME. The returned text may point into the buffer.
-std::string_view find_major(const char* library, char (&buffer)[PATH_MAX]) {
+// Return the first number of the version of a library, from its name, else from the name of the file to which its
+// symbolic links lead, else from its SONAME. The returned text may point into the buffer.
+std::string_view find_major_version(const char* library, char (&buffer)[PATH_MAX]) {
     std::string_view major_version = get_major_version(library);
     if (major_version.empty() && realpath(library, buffer) != nullptr) {
         major_version = get_major_version(buffer);
@@ -187,9 +187,9 @@ std::string_view find_major(const char* library, char (&buffer)[PATH_MAX]) {
 char* find_twin(const char* library) {
     // A copy of the variable that is never freed, with NUL in place of the colons: the loader keeps the C strings that
     // la_objsearch returns.
-    static char* const paths = [] {
-        const char* const value = std::getenv(twins_variable);
-        const std::string_view text = value == nullptr ? "" : value;
+    static char* const twin_paths = [] {
+        const char* const variable_value = std::getenv(twins_variable);
+        const std::string_view text = variable_value == nullptr ? "" : variable_value;
         auto* const copy = static_cast<char*>(std::calloc(text.size() + 2, 1));
         for (std::size_t index = 0; copy != nullptr && index < text.size(); ++index) {
             copy[index] = text[index] == ':' ? '\0' : text[index];
@@ -197,8 +197,9 @@ char* find_twin(const char* library) {
         return copy;
     }();
     char buffer[PATH_MAX];
-    const std::string_view major_version = has_versions(library) ? find_major(library, buffer) : std::string_view();
-    for (char* path = paths; path != nullptr && *path != '\0'; path += std::string_view(path).size() + 1) {
+    const std::string_view major_version =
+        has_versions(library) ? find_major_version(library, buffer) : std::string_view();
+    for (char* path = twin_paths; path != nullptr && *path != '\0'; path += std::string_view(path).size() + 1) {
         if (replaces(path, library, major_version)) {
             return path;
         }
@@ -211,23 +212,23 @@ char* find_twin(const char* library) {
 extern "C" {
 
 [[gnu::visibility("default")]] unsigned la_version(unsigned version) {
-    // Every version of the interface has the functions that this library uses. The loader refuses versions that it does
-    // not know.
+    // The older of the loader's version and this library's version is returned: every version of the interface has the
+    // functions that this library uses, and the loader refuses a version that it does not know.
     return version < LAV_CURRENT ? version : LAV_CURRENT;
 }
 
-// The loader calls this first with the name that the program requests (LA_SER_ORIG), and then with each path that it
-// tries. If the requested name has no folder, do not replace it in the first call: the loader would not find its entry
-// for the name when it checks symbol versions. Replace the first path that the loader tries instead.
+// The loader calls this function first with the name that the program requests (LA_SER_ORIG), and then with each path
+// that it tries. If the requested name has no folder, do not replace it in the first call: the loader would not find
+// its entry for the name when it checks symbol versions. Replace the first path that the loader tries instead.
 [[gnu::visibility("default")]] char* la_objsearch(const char* name, std::uintptr_t*, unsigned flag) {
-    const bool is_path = std::strchr(name, '/') != nullptr;
-    if (flag == LA_SER_ORIG && !is_path) {
+    const bool has_folder = std::strchr(name, '/') != nullptr;
+    if (flag == LA_SER_ORIG && !has_folder) {
         return const_cast<char*>(name);
     }
     // Do not replace a path that does not exist: a later path of this search may have the file whose version selects
-    // the twin. The loader searches its own folders last.
-    const bool is_searched = (flag & (LA_SER_LIBPATH | LA_SER_RUNPATH)) != 0;
-    if (is_searched && has_versions(name) && get_major_version(name).empty() && access(name, F_OK) != 0) {
+    // the twin. The loader searches its own folders last. In these folders the twin replaces even a missing file.
+    const bool is_library_path = (flag & (LA_SER_LIBPATH | LA_SER_RUNPATH)) != 0;
+    if (is_library_path && has_versions(name) && get_major_version(name).empty() && access(name, F_OK) != 0) {
         return const_cast<char*>(name);
     }
     char* const twin = find_twin(name);

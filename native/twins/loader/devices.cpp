@@ -1,7 +1,8 @@
 // A library for LD_PRELOAD, by which programs see the devices of the verbs twin in /sys and /dev. Each function here
-// replaces the function of libc with the same name. If its path names a device file, it passes the path of this file in
-// the tree of the domain to libc. The tree is a folder with the files of all emulated devices. `gdrkit run` creates the
-// tree and sets the variables for its child. The library needs only libc, so it adds little to the start of a process.
+// replaces the function of libc with the same name. If the path argument names a device file, the function passes the
+// path of the same file in the tree to libc. The tree is a folder with the files of all devices of the emulated
+// machine. `gdrkit run` creates the tree, and sets LD_PRELOAD and GDRKIT_TWINS_STATE for its child. The library needs
+// only libc, so it adds little to the start of a process.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -42,7 +43,7 @@ mode_t get_mode_argument(int flags, va_list arguments) {
 
 } // namespace
 
-// Define `next` as the next definition of the function `name` of the given type.
+// Define `next` as the definition in libc of the function `name` of the given type. If libc has none, return an error.
 #define NEXT(name, ...)                                                                                                \
     static void* cache_##name = nullptr;                                                                               \
     using Type_##name = __VA_ARGS__;                                                                                   \
@@ -88,22 +89,22 @@ OPEN(open)
 OPEN(open64)
 
 #define OPENAT(name)                                                                                                   \
-    int name(int folder, const char* file, int flags, ...) {                                                           \
+    int name(int folder_fd, const char* file, int flags, ...) {                                                        \
         va_list arguments;                                                                                             \
         va_start(arguments, flags);                                                                                    \
         const mode_t mode = get_mode_argument(flags, arguments);                                                       \
         va_end(arguments);                                                                                             \
-        const Path path(folder, file);                                                                                 \
+        const Path path(folder_fd, file);                                                                              \
         if (path.is_counter()) {                                                                                       \
             return open_counter(path, flags);                                                                          \
         }                                                                                                              \
         NEXT(name, int(int, const char*, int, ...))                                                                    \
-        return next(folder, path.get(), flags, mode);                                                                  \
+        return next(folder_fd, path.get(), flags, mode);                                                               \
     }
 OPENAT(openat)
 OPENAT(openat64)
 
-// The functions that a program calls instead of open and openat if it was compiled with _FORTIFY_SOURCE.
+// A program that was compiled with _FORTIFY_SOURCE calls these functions instead of open and openat.
 #define OPEN_2(name)                                                                                                   \
     int name(const char* file, int flags) {                                                                            \
         const Path path(AT_FDCWD, file);                                                                               \
@@ -117,13 +118,13 @@ OPEN_2(__open_2)
 OPEN_2(__open64_2)
 
 #define OPENAT_2(name)                                                                                                 \
-    int name(int folder, const char* file, int flags) {                                                                \
-        const Path path(folder, file);                                                                                 \
+    int name(int folder_fd, const char* file, int flags) {                                                             \
+        const Path path(folder_fd, file);                                                                              \
         if (path.is_counter()) {                                                                                       \
             return open_counter(path, flags);                                                                          \
         }                                                                                                              \
         NEXT(name, int(int, const char*, int))                                                                         \
-        return next(folder, path.get(), flags);                                                                        \
+        return next(folder_fd, path.get(), flags);                                                                     \
     }
 OPENAT_2(__openat_2)
 OPENAT_2(__openat64_2)
@@ -167,10 +168,10 @@ ACCESS(access)
 ACCESS(eaccess)
 ACCESS(euidaccess)
 
-int faccessat(int folder, const char* file, int mode, int flags) noexcept {
-    const Path path(folder, file);
+int faccessat(int folder_fd, const char* file, int mode, int flags) noexcept {
+    const Path path(folder_fd, file);
     NEXT(faccessat, int(int, const char*, int, int))
-    return next(folder, path.get(), mode, flags);
+    return next(folder_fd, path.get(), mode, flags);
 }
 
 int chdir(const char* file) noexcept {
@@ -193,18 +194,18 @@ STAT(statfs, struct statfs)
 STAT(statfs64, struct statfs64)
 
 #define FSTATAT(name, Status)                                                                                          \
-    int name(int folder, const char* file, Status* status, int flags) noexcept {                                       \
-        const Path path(folder, file);                                                                                 \
+    int name(int folder_fd, const char* file, Status* status, int flags) noexcept {                                    \
+        const Path path(folder_fd, file);                                                                              \
         NEXT(name, int(int, const char*, Status*, int))                                                                \
-        return next(folder, path.get(), status, flags);                                                                \
+        return next(folder_fd, path.get(), status, flags);                                                             \
     }
 FSTATAT(fstatat, struct stat)
 FSTATAT(fstatat64, struct stat64)
 
-int statx(int folder, const char* file, int flags, unsigned mask, struct statx* status) noexcept {
-    const Path path(folder, file);
+int statx(int folder_fd, const char* file, int flags, unsigned mask, struct statx* status) noexcept {
+    const Path path(folder_fd, file);
     NEXT(statx, int(int, const char*, int, unsigned, struct statx*))
-    return next(folder, path.get(), flags, mask, status);
+    return next(folder_fd, path.get(), flags, mask, status);
 }
 
 // Programs that were linked against a glibc before 2.33 call these functions instead of stat, lstat and fstatat.
@@ -220,15 +221,15 @@ XSTAT(__lxstat, struct stat)
 XSTAT(__lxstat64, struct stat64)
 
 #define FXSTATAT(name, Status)                                                                                         \
-    int name(int version, int folder, const char* file, Status* status, int flags) noexcept {                          \
-        const Path path(folder, file);                                                                                 \
+    int name(int version, int folder_fd, const char* file, Status* status, int flags) noexcept {                       \
+        const Path path(folder_fd, file);                                                                              \
         NEXT(name, int(int, int, const char*, Status*, int))                                                           \
-        return next(version, folder, path.get(), status, flags);                                                       \
+        return next(version, folder_fd, path.get(), status, flags);                                                    \
     }
 FXSTATAT(__fxstatat, struct stat)
 FXSTATAT(__fxstatat64, struct stat64)
 
-// `ls -l` and `cp` read extended attributes.
+// `ls -l` and `cp` read extended attributes of device files with these functions.
 #define GETXATTR(name)                                                                                                 \
     ssize_t name(const char* file, const char* attribute, void* value, size_t size) noexcept {                         \
         const Path path(AT_FDCWD, file);                                                                               \
@@ -244,10 +245,10 @@ ssize_t readlink(const char* file, char* target, size_t size) noexcept {
     return next(path.get(), target, size);
 }
 
-ssize_t readlinkat(int folder, const char* file, char* target, size_t size) noexcept {
-    const Path path(folder, file);
+ssize_t readlinkat(int folder_fd, const char* file, char* target, size_t size) noexcept {
+    const Path path(folder_fd, file);
     NEXT(readlinkat, ssize_t(int, const char*, char*, size_t))
-    return next(folder, path.get(), target, size);
+    return next(folder_fd, path.get(), target, size);
 }
 
 ssize_t __readlink_chk(const char* file, char* target, size_t size, size_t target_size) noexcept {
@@ -256,10 +257,10 @@ ssize_t __readlink_chk(const char* file, char* target, size_t size, size_t targe
     return next(path.get(), target, size, target_size);
 }
 
-ssize_t __readlinkat_chk(int folder, const char* file, char* target, size_t size, size_t target_size) noexcept {
-    const Path path(folder, file);
+ssize_t __readlinkat_chk(int folder_fd, const char* file, char* target, size_t size, size_t target_size) noexcept {
+    const Path path(folder_fd, file);
     NEXT(__readlinkat_chk, ssize_t(int, const char*, char*, size_t, size_t))
-    return next(folder, path.get(), target, size, target_size);
+    return next(folder_fd, path.get(), target, size, target_size);
 }
 
 // The result of these functions is a path without symbolic links. A path in the tree becomes the path that the program
@@ -282,9 +283,9 @@ char* canonicalize_file_name(const char* file) noexcept {
     return strip_tree_folder(next(path.get()));
 }
 
-char* getcwd(char* folder, size_t size) noexcept {
+char* getcwd(char* buffer, size_t size) noexcept {
     NEXT(getcwd, char*(char*, size_t))
-    return strip_tree_folder(next(folder, size));
+    return strip_tree_folder(next(buffer, size));
 }
 
 } // extern "C"

@@ -1,4 +1,4 @@
-// Finds the device files in paths, and writes the files of port counters.
+// Determines which paths name device files, and opens a port counter as a file with its present value.
 #include "loader/paths.hpp"
 
 #include <fcntl.h>
@@ -37,6 +37,7 @@ std::string_view get_tree_folder() {
         // Threads that come here at the same time write the same bytes.
         folder_length =
             state_folder == nullptr ? 0 : std::snprintf(folder, sizeof folder, "%s%s", state_folder, tree_name);
+        // A longer path leaves too few bytes in Path for the files below the folder, so the tree is not used.
         if (folder_length >= static_cast<int>(sizeof folder) / 2) {
             folder_length = 0;
         }
@@ -54,6 +55,7 @@ static_assert(replaced_folders[4].ends_with(host_bridge_name));
 // A path below this folder leads to the tree only if it does not exist on this machine.
 constexpr std::string_view pci_devices = "/sys/bus/pci/devices/";
 
+// A folder that ends with ':' stands for all PCI addresses with this beginning.
 bool is_in_folder(std::string_view path, std::string_view folder) {
     return path.starts_with(folder) &&
            (folder.ends_with(':') || path.size() == folder.size() || path[folder.size()] == '/');
@@ -74,12 +76,12 @@ bool is_device_path(const char* file) {
 
 // Store the absolute path of `file`, which is relative to a folder's descriptor or AT_FDCWD. Return false if it is too
 // long or the folder has no path.
-bool make_absolute(int folder, const char* file, char* absolute, std::size_t size_bytes) {
+bool make_absolute(int folder_fd, const char* file, char* absolute, std::size_t size_bytes) {
     char proc_link[64];
-    if (folder == AT_FDCWD) {
+    if (folder_fd == AT_FDCWD) {
         std::snprintf(proc_link, sizeof proc_link, "/proc/self/cwd");
     } else {
-        std::snprintf(proc_link, sizeof proc_link, "/proc/self/fd/%d", folder);
+        std::snprintf(proc_link, sizeof proc_link, "/proc/self/fd/%d", folder_fd);
     }
     const long folder_length = syscall(SYS_readlinkat, AT_FDCWD, proc_link, absolute, size_bytes - 1);
     return folder_length > 0 &&
@@ -113,7 +115,7 @@ std::uint64_t get_counter_value(const PortCounters& counters, std::string_view n
                                          : counters.received_packets;
 }
 
-bool read_counters(int device, PortCounters* counters) {
+bool read_counters(int device_index, PortCounters* counters) {
     char path[max_path_bytes];
     const std::string_view tree = get_tree_folder();
     const auto state_length = static_cast<int>(tree.size() - std::strlen(tree_name));
@@ -123,14 +125,14 @@ bool read_counters(int device, PortCounters* counters) {
         return false;
     }
     const long length = syscall(SYS_pread64, fd, counters, sizeof *counters,
-                                static_cast<long>(static_cast<std::size_t>(device) * sizeof *counters));
+                                static_cast<long>(static_cast<std::size_t>(device_index) * sizeof *counters));
     syscall(SYS_close, fd);
     return length == sizeof *counters;
 }
 
 } // namespace
 
-Path::Path(int folder, const char* file) : file_(file) {
+Path::Path(int folder_fd, const char* file) : file_(file) {
     const std::string_view tree = get_tree_folder();
     if (file == nullptr || tree.empty()) {
         return;
@@ -144,7 +146,9 @@ Path::Path(int folder, const char* file) : file_(file) {
             find_counter(tree_path_);
         }
     } else if (file[0] != '/' && is_counter_name(get_file_name(file)) &&
-               make_absolute(folder, file, tree_path_, sizeof tree_path_) && is_in_folder(tree_path_, tree)) {
+               make_absolute(folder_fd, file, tree_path_, sizeof tree_path_) && is_in_folder(tree_path_, tree)) {
+        // The program has opened or entered a folder of the tree. There libc would open the counter's file, which
+        // contains 0.
         find_counter(tree_path_);
     }
     errno = saved_errno;
@@ -157,13 +161,12 @@ void Path::find_counter(const char* tree_path) {
     if (!is_counter_name(name)) {
         return;
     }
-    for (const char* twin_component = tree_path; (twin_component = std::strstr(twin_component, "/twin")) != nullptr;
-         ++twin_component) {
+    for (const char* component = tree_path; (component = std::strstr(component, "/twin")) != nullptr; ++component) {
         unsigned device = 0;
         int prefix_length = 0;
-        if (std::sscanf(twin_component, "/twin%2u/ports/1/counters/%n", &device, &prefix_length) == 1 &&
-            prefix_length > 0 && twin_component + prefix_length == name && device < max_devices) {
-            device_ = static_cast<int>(device);
+        if (std::sscanf(component, "/twin%2u/ports/1/counters/%n", &device, &prefix_length) == 1 && prefix_length > 0 &&
+            component + prefix_length == name && device < max_devices) {
+            device_index_ = static_cast<int>(device);
             counter_name_ = name;
         }
     }
@@ -175,7 +178,7 @@ int open_counter(const Path& path, int flags) {
         errno = EACCES; // the files of the kernel have mode 0444
         return -1;
     }
-    if (!read_counters(path.device(), &counters)) {
+    if (!read_counters(path.device_index(), &counters)) {
         errno = ENOENT;
         return -1;
     }

@@ -1,25 +1,26 @@
-// Paths of device files, and the paths of the same files in the tree of the domain (tree_files.hpp). Nothing here
-// allocates memory or needs a C++ library, because devices.cpp uses it in its replacements of libc functions.
+// Paths of device files, and the paths of the same files in the tree of the emulated machine (tree_files.hpp). Nothing
+// here allocates memory or needs a C++ library, because devices.cpp uses it in its replacements of libc functions.
 #pragma once
 
 #include <cstddef>
 
 namespace gdrkit::twin {
 
-// A longer path does not name a device file. A buffer of PATH_MAX would be too large for threads with small stacks.
+// Largest path in the tree. If the path of a device file would become longer, libc gets the program's path unchanged. A
+// buffer of PATH_MAX bytes would be too large for threads with small stacks.
 inline constexpr std::size_t max_path_bytes = 1024;
 
 // A path that a program passes to a function of libc, relative to a folder's descriptor or AT_FDCWD.
 class Path {
 public:
-    Path(int folder, const char* file);
+    Path(int folder_fd, const char* file);
 
     // Return the path to pass to libc. For a device file it is the path of the file in the tree, else the unchanged
     // path.
     [[nodiscard]] const char* get() const { return is_replaced_ ? tree_path_ : file_; }
     // Return whether the path names a port counter. Its file must be opened by open_counter.
-    [[nodiscard]] bool is_counter() const { return device_ >= 0; }
-    [[nodiscard]] int device() const { return device_; }
+    [[nodiscard]] bool is_counter() const { return device_index_ >= 0; }
+    [[nodiscard]] int device_index() const { return device_index_; }
     [[nodiscard]] const char* get_counter_name() const { return counter_name_; }
 
 private:
@@ -27,15 +28,16 @@ private:
 
     const char* file_;
     bool is_replaced_ = false;
-    int device_ = -1;
+    int device_index_ = -1; // index of the NIC whose counter the path names; -1: the path names no counter
     const char* counter_name_ = nullptr;
     char tree_path_[max_path_bytes];
 };
 
-// Open a file that contains the present value of the counter. Fails like open, with EACCES if `flags` ask for writing.
+// Open a file that contains the present value of the counter. Return its descriptor, or -1 with errno set: EACCES if
+// `flags` ask for writing.
 int open_counter(const Path& path, int flags);
 
-// Remove the prefix of the tree from a path in place and return the path. `path` may be NULL.
+// Remove the folder of the tree from the beginning of a path, in place, and return the path. `path` may be NULL.
 char* strip_tree_folder(char* path);
 
 } // namespace gdrkit::twin

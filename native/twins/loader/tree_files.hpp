@@ -7,11 +7,11 @@
 
 namespace gdrkit::twin {
 
-// This variable names the folder of the domain. `gdrkit run` creates it.
+// This variable names the folder with the state of the domain (the emulated machine). `gdrkit run` creates the folder.
 inline constexpr const char* state_variable = "GDRKIT_TWINS_STATE";
 
-// The folder `tree` contains the device files under the same paths as below /. The file `counters` has one PortCounters
-// for each device.
+// Paths below that folder. The folder `tree` contains the device files under the same paths as below /. The file
+// `counters` has one PortCounters for each device.
 inline constexpr const char* tree_name = "/tree";
 inline constexpr const char* counters_name = "/counters";
 inline constexpr std::size_t max_devices = 16;

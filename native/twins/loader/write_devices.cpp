@@ -1,6 +1,6 @@
 // The program gdrkit-twins-devices: writes the tree of files of /sys and /dev that describe the devices of the verbs
 // twin. The program is a client of the twin, so the files agree with what the twin returns. `gdrkit run` starts the
-// program with the environment of the child.
+// program with the environment of its child before it starts the child.
 #include <infiniband/verbs.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -40,7 +40,7 @@ void write_file(const fs::path& path, const std::string& text) {
     }
 }
 
-// Create a relative link, like the links of sysfs, which stays inside the tree.
+// Create a symbolic link with a relative target, as in sysfs, so that the link stays inside the tree.
 void write_link(const fs::path& link, const fs::path& target) {
     fs::create_directories(link.parent_path());
     fs::create_symlink(target.lexically_relative(link.parent_path()), link);
@@ -58,13 +58,14 @@ std::string read_first_line(const char* path, const char* fallback) {
     return std::getline(file, line) && !line.empty() ? line : fallback;
 }
 
-// A PCI function as lspci shows it. The vendor number of the NICs is not assigned to any vendor.
+// A PCI function as lspci shows it. The vendor id of the NICs and bridges, 0xfff0, is not assigned to any vendor.
 struct PciFunction {
     std::string address;
     const char* vendor;
     const char* device;
     const char* device_class;
 };
+// PCI class codes.
 constexpr const char* bridge_class = "0x060400";
 constexpr const char* ethernet_class = "0x020000";
 constexpr const char* display_class = "0x030200";
@@ -79,9 +80,9 @@ void write_pci_function(const fs::path& tree, const fs::path& folder, const PciF
     write_file(folder / "numa_node", "0");
     write_file(folder / "local_cpulist", read_first_line("/sys/devices/system/node/node0/cpulist", "0"));
     write_file(folder / "local_cpus", read_first_line("/sys/devices/system/node/node0/cpumap", "1"));
-    for (const char* const kind : {"max", "current"}) {
-        write_file(folder / (std::string(kind) + "_link_speed"), "16.0 GT/s PCIe");
-        write_file(folder / (std::string(kind) + "_link_width"), "16");
+    for (const char* const prefix : {"max", "current"}) {
+        write_file(folder / (std::string(prefix) + "_link_speed"), "16.0 GT/s PCIe");
+        write_file(folder / (std::string(prefix) + "_link_width"), "16");
     }
     write_file(folder / "uevent", "PCI_SLOT_NAME=" + function.address);
     write_link(tree / "sys/bus/pci/devices" / function.address, folder);
@@ -89,19 +90,22 @@ void write_pci_function(const fs::path& tree, const fs::path& folder, const PciF
 
 // Write a PCIe switch below a root port of its own, and return the folders of its two downstream ports. Programs regard
 // a NIC and a GPU below one switch as neighbours.
+// Bus numbers: 0x40 + index for a switch, 0x60 + index for its downstream ports, 0x80 + index for a NIC, and
+// 0xa0 + index for a GPU.
 std::pair<fs::path, fs::path> write_switch(const fs::path& tree, unsigned index) {
-    const fs::path bridge = tree / "sys/devices" / host_bridge_name;
+    const fs::path host_bridge = tree / "sys/devices" / host_bridge_name;
     const auto make_bridge_function = [](std::string address) {
         return PciFunction{std::move(address), "0xfff0", "0x0002", bridge_class};
     };
-    const std::string port = format("7d00:00:%02x.0", index + 1), upstream = format("7d00:%02x:00.0", 0x40 + index);
-    write_pci_function(tree, bridge / port, make_bridge_function(port));
-    write_pci_function(tree, bridge / port / upstream, make_bridge_function(upstream));
+    const std::string root_port = format("7d00:00:%02x.0", index + 1),
+                      upstream_port = format("7d00:%02x:00.0", 0x40 + index);
+    write_pci_function(tree, host_bridge / root_port, make_bridge_function(root_port));
+    write_pci_function(tree, host_bridge / root_port / upstream_port, make_bridge_function(upstream_port));
     const std::string nic_port = format("7d00:%02x:00.0", 0x60 + index),
                       gpu_port = format("7d00:%02x:01.0", 0x60 + index);
-    write_pci_function(tree, bridge / port / upstream / nic_port, make_bridge_function(nic_port));
-    write_pci_function(tree, bridge / port / upstream / gpu_port, make_bridge_function(gpu_port));
-    return {bridge / port / upstream / nic_port, bridge / port / upstream / gpu_port};
+    write_pci_function(tree, host_bridge / root_port / upstream_port / nic_port, make_bridge_function(nic_port));
+    write_pci_function(tree, host_bridge / root_port / upstream_port / gpu_port, make_bridge_function(gpu_port));
+    return {host_bridge / root_port / upstream_port / nic_port, host_bridge / root_port / upstream_port / gpu_port};
 }
 
 std::string format_guid(const void* guid) {
@@ -110,7 +114,8 @@ std::string format_guid(const void* guid) {
                   bytes[6], bytes[7]);
 }
 
-// Return the rate of the port in the form of the kernel's file (drivers/infiniband/core/sysfs.c).
+// Return the rate of the port in the form of the kernel's file (drivers/infiniband/core/sysfs.c). ibv_port_attr has the
+// codes 1, 2, 4 and 8 for the widths 1X, 4X, 8X and 12X.
 std::string format_rate(const ibv_port_attr& port) {
     const int lanes = port.active_width == 1 ? 1 : port.active_width == 2 ? 4 : port.active_width == 4 ? 8 : 12;
     struct Speed {
@@ -187,7 +192,7 @@ void write_port(const fs::path& folder, ibv_context* context) {
           "link_error_recovery", "link_downed", "port_rcv_errors", "port_xmit_discards", "port_xmit_wait"}) {
         write_file(folder / "counters" / name, "0");
     }
-    write_file(folder / "hw_counters/lifespan", "10");
+    write_file(folder / "hw_counters/lifespan", "10"); // milliseconds
 }
 
 void write_nic(const fs::path& tree, const fs::path& port_folder, unsigned index, ibv_device* device) {
@@ -238,8 +243,8 @@ void write_tree(const fs::path& tree) {
         fs::create_directories(tree / folder);
     }
     write_file(tree / "sys/class/infiniband_verbs/abi_version", "6");
-    // This is not a device node, so rdma-core's librdmacm refuses it at once. With a character device that answers no
-    // command, UCX would wait for events.
+    // The file rdma_cm is not a device node, so rdma-core's librdmacm refuses it at once. With a character device that
+    // answers no command, UCX would wait for events.
     write_file(tree / "dev/infiniband/rdma_cm", "");
     const unsigned gpu_count = config().gpu_count;
     for (unsigned index = 0; index < std::max(static_cast<unsigned>(nic_count), gpu_count); ++index) {

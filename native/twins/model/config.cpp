@@ -177,11 +177,11 @@ std::uint64_t random_u64() {
 }
 
 std::uint64_t random_delay_us() {
-    const Config& limits = config();
-    if (limits.max_delay_us == 0 || random_u64() % 100 >= limits.late_share_percent) {
+    const Config& settings = config();
+    if (settings.max_delay_us == 0 || random_u64() % 100 >= settings.late_share_percent) {
         return 0;
     }
-    return random_u64() % (limits.max_delay_us + 1);
+    return random_u64() % (settings.max_delay_us + 1);
 }
 
 void sleep_random_delay() {

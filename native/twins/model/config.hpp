@@ -26,11 +26,11 @@ struct Config {
     unsigned gpu_count = 2;
     unsigned gaudi_count = 2;
     GaudiGeneration gaudi_generation = GaudiGeneration::gaudi2;
-    // The PCI BAR of a Gaudi maps this part of its memory, from the first byte on. 0: the BAR maps all of the memory.
+    // The PCI BAR of a Gaudi maps this number of MiB of its memory, from the first byte on. 0: it maps all memory.
     std::uint64_t gaudi_bar_mib = 0;
     int cufile_version = 1200;        // in the form of cuFileGetVersion: 1150 for 1.15
     bool peermem = true;              // true: ibv_reg_mr accepts device addresses, as with the nvidia_peermem module
-    bool udev_knows_all_disks = true; // false: only the disks that udev's database of this machine describes
+    bool udev_knows_all_disks = true; // false: cuFile registers files only on disks that udev's database describes
     int writes_ordering = 100;        // attribute GPU_DIRECT_RDMA_WRITES_ORDERING of the GPUs
     int flush_options = 1;            // attribute GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS of the GPUs
     std::string fault_plan_path;

@@ -1,5 +1,5 @@
 // The twins' dma-bufs, implemented by memfds. An allocation is a memfd. A dma-buf of one whole allocation is a
-// write-only file descriptor of its memfd. Each other dma-buf is a write-only file descriptor of a placeholder: a memfd
+// write-only file descriptor of its memfd. Any other dma-buf is a write-only file descriptor of a placeholder: a memfd
 // without content, whose name identifies the exporting process. An importer of a placeholder requests the extents from
 // the control service of that process.
 
@@ -87,7 +87,8 @@ std::uint64_t get_file_size(int fd) {
     return fstat(fd, &status) == 0 ? static_cast<std::uint64_t>(status.st_size) : 0;
 }
 
-// A placeholder that this process exported, with its extents. It is kept at least as long as any process has it open.
+// A placeholder that this process exported, with its extents. The export is kept at least as long as any process has
+// the placeholder open.
 struct PlaceholderExport {
     Fd placeholder;
     std::vector<ImportedDmabuf::OwnedExtent> extents;
@@ -95,7 +96,7 @@ struct PlaceholderExport {
 
 struct Exports {
     std::mutex mutex;
-    std::map<std::uint64_t, PlaceholderExport> placeholders;
+    std::map<std::uint64_t, PlaceholderExport> placeholders; // by the ids of the dma-bufs
 };
 
 Exports& exports() {
@@ -103,6 +104,7 @@ Exports& exports() {
     return *instance;
 }
 
+// The entry of one extent in the reply to request_dmabuf_extents. The memfd of the extent is passed beside the reply.
 struct ExtentMessage {
     std::uint64_t offset_bytes, length_bytes;
 };
@@ -122,6 +124,7 @@ void drop_unreferenced_exports(Exports* export_table) {
                   [](const auto& entry) { return !is_opened_elsewhere(entry.second.placeholder.get()); });
 }
 
+// Handle request_dmabuf_extents, whose body is the id of a placeholder. Leave the reply empty if the id is not known.
 void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds) {
     std::uint64_t id = 0;
     if (request.size() != sizeof id) {
@@ -142,11 +145,12 @@ void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* r
     }
 }
 
+// Create and export a placeholder for the extents. Return a write-only descriptor or -errno, and store the id.
 int export_placeholder(std::string_view prefix, std::span<const Extent> extents, std::uint64_t* exported_id = nullptr) {
     std::uint64_t length_bytes = 0;
     PlaceholderExport new_export;
     for (const Extent& extent : extents) {
-        // Reopen the file instead of a call of dup(): has_other_references does not count duplicates. The reopened
+        // Reopen the file, because has_other_references does not count duplicates made by dup(). The reopened
         // descriptor stays open as long as this export is kept.
         const int memory_fd = reopen(extent.fd, O_RDWR);
         if (memory_fd < 0) {

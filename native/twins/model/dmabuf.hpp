@@ -14,8 +14,8 @@ namespace gdrkit::twin {
 // Create device memory: a memfd named gdrkit-gpu:<16 hex digits>, read-write, close-on-exec, with a sealed size. Return
 // its descriptor or -errno.
 int make_device_memory(std::uint64_t length_bytes);
-// Return whether `fd` is a memfd of make_device_memory. Its size is sealed, so that no process can truncate mapped
-// memory.
+// Return whether `fd` is a memfd that make_device_memory created. The size of such a memfd is sealed, so that no
+// process can truncate mapped memory.
 bool is_device_memory(int fd);
 
 // A contiguous part of a device memory memfd. `fd` is borrowed, not owned.

@@ -26,6 +26,8 @@ constexpr timeval no_timeout{0, 0};
 
 using Nonce = std::array<std::uint8_t, 32>;
 
+// The server begins a connection with ServerHello. The client replies with ClientProof. If its digest is right, the
+// server replies with its own digest.
 struct ServerHello {
     std::uint32_t magic;
     std::uint32_t version;
@@ -57,7 +59,9 @@ void set_time_limits(int socket, const timeval& limit) {
     setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
 }
 
-// A stopped peer process does not time out, because its kernel still acknowledges data, as a NIC does.
+// Let the kernel send small messages at once, and break the connection if the peer's machine does not acknowledge data
+// for `timeout` (0: never). A stopped peer process
+// does not time out, because its kernel still acknowledges data, as a NIC does.
 void set_peer_timeout(int socket, std::chrono::milliseconds timeout) {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
     if (timeout.count() > 0) {

@@ -15,6 +15,7 @@
 namespace gdrkit::twin {
 namespace {
 
+// The first bytes of an IPv4 address that is mapped to IPv6 (::ffff:0:0/96).
 constexpr std::array<std::uint8_t, 12> mapped_prefix = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
 constexpr unsigned address_bits = 128, ipv4_bits = 32;
 constexpr std::size_t max_fabric_address_count = 16;
@@ -61,12 +62,12 @@ std::optional<Network> parse_network(std::string_view text) {
     }
     if (slash != std::string_view::npos) {
         const std::string_view prefix = text.substr(slash + 1);
-        unsigned value = 0;
-        const auto [end, error] = std::from_chars(prefix.data(), prefix.data() + prefix.size(), value);
-        if (error != std::errc{} || end != prefix.data() + prefix.size() || value > family_bits) {
+        unsigned prefix_length = 0;
+        const auto [end, error] = std::from_chars(prefix.data(), prefix.data() + prefix.size(), prefix_length);
+        if (error != std::errc{} || end != prefix.data() + prefix.size() || prefix_length > family_bits) {
             return std::nullopt;
         }
-        network.prefix_bits = address_bits - family_bits + value;
+        network.prefix_bits = address_bits - family_bits + prefix_length;
     }
     return network;
 }
@@ -95,8 +96,8 @@ std::vector<FabricAddress> list_local_addresses() {
     return addresses;
 }
 
-// Return whether this machine has the address, which is tested by a bind: the loopback interface has all addresses of
-// 127.0.0.0/8, and lists only one of them.
+// Return whether this machine has the address. The test is a bind, because getifaddrs lists only one address of the
+// loopback interface, which has all addresses of 127.0.0.0/8.
 bool is_local(const FabricAddress& address) {
     SocketAddress socket_address(address, 0);
     const Fd socket(::socket(socket_address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));

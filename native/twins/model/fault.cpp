@@ -58,7 +58,7 @@ struct DelayedCalls {
 } // namespace
 
 // The number of calls of one point: `call_count` since the library was loaded, and `call_count_before_plan` until the
-// current plan was set.
+// current plan was set. `has_rule`: the current plan has a rule for the point.
 struct FaultCount {
     std::atomic<std::uint64_t> call_count{0};
     std::uint64_t call_count_before_plan = 0;
@@ -117,6 +117,7 @@ template <typename Number> bool parse_number(std::string_view text, Number* valu
     return error == std::errc{} && end == text.data() + text.size() && !text.empty();
 }
 
+// Parse the value of call=, which is N, N-M or *.
 bool parse_calls(std::string_view text, Rule* rule) {
     if (text == "*") {
         return true;
@@ -183,14 +184,14 @@ std::string describe_expected_code(const FaultPoint& point) {
 // Parse one rule and add it to the plan. Return an error text or an empty string. Rules of other libraries are skipped.
 std::string parse_rule(const Faults& registry, const std::vector<std::string>& words, Plan* plan) {
     const std::string& name = words[0];
-    const auto point = registry.points.find(name);
-    if (point == registry.points.end()) {
+    const auto point_entry = registry.points.find(name);
+    if (point_entry == registry.points.end()) {
         const std::string_view prefix = get_prefix(name);
         const bool is_own_prefix = std::ranges::find(registry.prefixes, prefix) != registry.prefixes.end();
         return !prefix.empty() && !is_own_prefix ? ""
                                                  : "'" + name + "' is not the name of a fault point of this library";
     }
-    const std::string_view code_key = get_code_key(point->second.kind);
+    const std::string_view code_key = get_code_key(point_entry->second.kind);
     Rule rule;
     bool has_call = false;
     for (std::size_t index = 1; index < words.size(); ++index) {
@@ -202,8 +203,8 @@ std::string parse_rule(const Faults& registry, const std::vector<std::string>& w
             }
         } else if (word.starts_with(code_key) && !rule.code) {
             int code = 0;
-            if (!parse_code(word.substr(code_key.size()), point->second, &code)) {
-                return "'" + words[index] + "': expected " + describe_expected_code(point->second);
+            if (!parse_code(word.substr(code_key.size()), point_entry->second, &code)) {
+                return "'" + words[index] + "': expected " + describe_expected_code(point_entry->second);
             }
             rule.code = code;
         } else if (word.starts_with("delay_us=") && rule.delay.count() == 0) {
@@ -218,7 +219,7 @@ std::string parse_rule(const Faults& registry, const std::vector<std::string>& w
             if (!rule.hold_file.starts_with('/')) {
                 return "'" + words[index] + "': expected the absolute path of a file after hold=";
             }
-        } else if (word.starts_with("nic=") && point->second.has_nic && rule.nic.empty()) {
+        } else if (word.starts_with("nic=") && point_entry->second.has_nic && rule.nic.empty()) {
             rule.nic = word.substr(4);
             if (rule.nic.empty()) {
                 return "'" + words[index] + "': expected the name of a NIC after nic=";
@@ -277,17 +278,17 @@ std::string set_plan(Faults* registry, std::string_view text) {
     return error;
 }
 
-FaultCount& find_or_add_count(Faults* registry, std::string_view point) {
-    auto entry = registry->counts.find(point);
+FaultCount& find_or_add_count(Faults* registry, std::string_view point_name) {
+    auto entry = registry->counts.find(point_name);
     if (entry == registry->counts.end()) {
-        entry = registry->counts.try_emplace(std::string(point)).first;
+        entry = registry->counts.try_emplace(std::string(point_name)).first;
         entry->second.has_rule = registry->plan.rules.contains(entry->first);
     }
     return entry->second;
 }
 
 // Stop this process if the trigger file exists. rename() is atomic, so exactly one of several concurrent calls renames
-// the file and stops. The new name tells which process has stopped.
+// the file and stops its process. The new name tells which process has stopped.
 void stop_process_if_file_exists(const std::string& file) {
     const std::string renamed_file = file + "." + std::to_string(getpid());
     if (std::rename(file.c_str(), renamed_file.c_str()) == 0) {
@@ -306,11 +307,11 @@ void wait_while_file_exists(const std::string& file) {
 
 // Apply the rule and return the result that it injects. The lock is released while the process is stopped or the call
 // is delayed.
-std::optional<int> apply_rule(Faults* registry, std::unique_lock<std::mutex>* lock, std::string_view point,
+std::optional<int> apply_rule(Faults* registry, std::unique_lock<std::mutex>* lock, std::string_view point_name,
                               const Rule& rule) {
     // The rule is copied, because the plan may be replaced while the lock is released.
     const Rule rule_copy = rule;
-    const std::string name(point);
+    const std::string name(point_name);
     if (!rule_copy.stop_file.empty()) {
         lock->unlock();
         stop_process_if_file_exists(rule_copy.stop_file);
@@ -369,30 +370,30 @@ std::string replace_faults(std::string_view plan) {
     return set_plan(&registry, plan);
 }
 
-std::optional<int> find_injected_fault(std::string_view point, std::span<const std::string_view> nics) {
+std::optional<int> find_injected_fault(std::string_view point_name, std::span<const std::string_view> nics) {
     Faults& registry = faults();
     std::unique_lock lock(registry.mutex);
-    FaultCount& count = find_or_add_count(&registry, point);
+    FaultCount& count = find_or_add_count(&registry, point_name);
     const std::uint64_t call = ++count.call_count - count.call_count_before_plan; // counted from 1
-    if (const auto rules = registry.plan.rules.find(point); rules != registry.plan.rules.end()) {
+    if (const auto rules = registry.plan.rules.find(point_name); rules != registry.plan.rules.end()) {
         for (const Rule& rule : rules->second) {
             if (rule.applies_to(call, nics)) {
-                return apply_rule(&registry, &lock, point, rule);
+                return apply_rule(&registry, &lock, point_name, rule);
             }
         }
     }
     return std::nullopt;
 }
 
-FaultSite::FaultSite(std::string_view point) : point_(point) {
+FaultSite::FaultSite(std::string_view point_name) : point_name_(point_name) {
     Faults& registry = faults();
     std::lock_guard lock(registry.mutex);
-    count_ = &find_or_add_count(&registry, point);
+    count_ = &find_or_add_count(&registry, point_name);
 }
 
 std::optional<int> FaultSite::find_injected_fault(std::span<const std::string_view> nics) {
     if (has_rule()) {
-        return twin::find_injected_fault(point_, nics);
+        return twin::find_injected_fault(point_name_, nics);
     }
     ++count_->call_count;
     return std::nullopt;

@@ -17,24 +17,24 @@ enum class FaultKind { errno_value, status, route };
 struct FaultPoint {
     std::string_view name;
     FaultKind kind;
-    int code_max = 4095;
+    int code_max = 4095;  // by default the largest errno of the kernel (MAX_ERRNO)
     int code_min = 1;     // 0 for a point whose rule may report success although the call does nothing
     bool has_nic = false; // a rule may have nic=, because each call belongs to one or two NICs
 };
 
 // Declare the fault points of this library and the name prefixes that it owns, and read the plan named by the
-// configuration. The library calls this before its first find_injected_fault. Return an error text, or an empty string
-// if the plan is valid.
+// configuration. The library calls load_faults before its first call of find_injected_fault. Return an error text, or
+// an empty string if the plan is valid.
 std::string load_faults(std::span<const FaultPoint> points, std::span<const std::string_view> prefixes);
 
-// Replace the plan by this text (DESIGN.md describes the format) and restart the call counts at 1. Return an error
-// text, or an empty string if the plan is valid.
+// Replace the plan by this text (native/twins/DESIGN.md describes the format). The next call of each point is call 1 of
+// the new plan. Return an error text, or an empty string if the plan is valid.
 std::string replace_faults(std::string_view plan);
 
-// Count a call of `point`, and delay it if the plan says so. Return the result that the plan injects, or nullopt if the
-// call shall be carried out. `nics` are the names of the NICs to which the call belongs: a rule with nic= applies only
-// to calls of that NIC.
-std::optional<int> find_injected_fault(std::string_view point, std::span<const std::string_view> nics = {});
+// Count a call of the fault point, and delay it or stop the process if the plan says so. Return the result that the
+// plan injects, or nullopt if the call shall be carried out. `nics` are the names of the NICs to which the call
+// belongs: a rule with nic= applies only to calls of that NIC.
+std::optional<int> find_injected_fault(std::string_view point_name, std::span<const std::string_view> nics = {});
 
 // The counter of one fault point. It is never destroyed.
 struct FaultCount;
@@ -42,14 +42,14 @@ struct FaultCount;
 // A fault point of a function that is called often. If no rule names the point, a call is counted without a lock.
 class FaultSite {
 public:
-    explicit FaultSite(std::string_view point);
+    explicit FaultSite(std::string_view point_name);
     // Do the same as the function find_injected_fault, for this point.
     std::optional<int> find_injected_fault(std::span<const std::string_view> nics = {});
     // Return whether the current plan has a rule for this point.
     [[nodiscard]] bool has_rule() const;
 
 private:
-    std::string_view point_;
+    std::string_view point_name_;
     FaultCount* count_;
 };
 

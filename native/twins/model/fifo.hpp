@@ -44,11 +44,11 @@ private:
         if (count_ != slots_.size()) {
             return;
         }
-        std::vector<T> larger(count_ == 0 ? 16 : 2 * count_);
+        std::vector<T> larger_slots(count_ == 0 ? 16 : 2 * count_);
         for (std::size_t index = 0; index < count_; ++index) {
-            larger[index] = std::move((*this)[index]);
+            larger_slots[index] = std::move((*this)[index]);
         }
-        slots_ = std::move(larger);
+        slots_ = std::move(larger_slots);
         first_ = 0;
     }
 

@@ -30,7 +30,7 @@ bool parse_hex_field(std::string_view* text, char separator, int* value) {
 GpuUuid make_gpu_uuid(int number) {
     const std::string text = config().domain + "/" + std::to_string(number);
     GpuUuid uuid{};
-    std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
+    std::uint64_t hash = 0xcbf29ce484222325; // the offset basis of the 64-bit FNV-1a hash
     for (std::size_t offset = 0; offset < uuid.size(); offset += sizeof hash) {
         for (const char letter : text) {
             hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;

@@ -30,6 +30,7 @@ HmacDigest hmac_sha256(std::string_view key, std::initializer_list<std::string_v
     } else {
         std::copy(key.begin(), key.end(), padded_key.begin());
     }
+    // 0x36 and 0x5c are the bytes of ipad and opad in RFC 2104.
     std::array<char, block_bytes> inner_key{}, outer_key{};
     for (std::size_t index = 0; index < block_bytes; ++index) {
         inner_key[index] = static_cast<char>(padded_key[index] ^ 0x36);

@@ -35,10 +35,11 @@ bool is_populate_supported() {
     return is_supported;
 }
 
-bool is_mapped_in_proc_maps(std::uint64_t begin_wanted, std::uint64_t end_wanted, bool must_be_writable) {
+bool is_mapped_in_proc_maps(std::uint64_t wanted_begin, std::uint64_t wanted_end, bool must_be_writable) {
     std::ifstream maps("/proc/self/maps");
-    std::uint64_t covered_end = begin_wanted;
-    for (std::string line; covered_end < end_wanted && std::getline(maps, line);) {
+    std::uint64_t covered_end = wanted_begin;
+    for (std::string line; covered_end < wanted_end && std::getline(maps, line);) {
+        // A line begins with "<begin>-<end> rwxp", the addresses in hexadecimal digits.
         char* parse_end = nullptr;
         const std::uint64_t begin = std::strtoull(line.c_str(), &parse_end, 16);
         const std::uint64_t end = std::strtoull(parse_end + 1, &parse_end, 16);
@@ -50,7 +51,7 @@ bool is_mapped_in_proc_maps(std::uint64_t begin_wanted, std::uint64_t end_wanted
         }
         covered_end = end;
     }
-    return covered_end >= end_wanted;
+    return covered_end >= wanted_end;
 }
 
 } // namespace

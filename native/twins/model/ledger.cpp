@@ -74,10 +74,10 @@ bool ledger_remove(std::string_view kind, std::uint64_t handle) {
     Ledger& handles = ledger();
     std::lock_guard lock(handles.mutex);
     const Key key{kind, handle};
-    if (auto position = handles.live.find(key); position != handles.live.end()) {
+    if (auto entry = handles.live.find(key); entry != handles.live.end()) {
         const std::uint64_t sequence_number = ++handles.release_count;
-        handles.released.insert_or_assign(key, ReleasedHandle{position->second, Stack::capture(), sequence_number});
-        handles.live.erase(position);
+        handles.released.insert_or_assign(key, ReleasedHandle{entry->second, Stack::capture(), sequence_number});
+        handles.live.erase(entry);
         handles.release_order.emplace_back(key, sequence_number);
         if (handles.release_order.size() > max_remembered_releases) {
             const auto& [oldest_key, oldest_sequence_number] = handles.release_order.front();
@@ -89,11 +89,11 @@ bool ledger_remove(std::string_view kind, std::uint64_t handle) {
         }
         return true;
     }
-    if (auto position = handles.released.find(key); position != handles.released.end()) {
+    if (auto entry = handles.released.find(key); entry != handles.released.end()) {
         std::fprintf(stderr, "gdrkit twin: double release of %.*s 0x%llx\n", static_cast<int>(kind.size()), kind.data(),
                      static_cast<unsigned long long>(handle));
-        print_stack("it was created at", position->second.creation_stack);
-        print_stack("released first at", position->second.release_stack);
+        print_stack("it was created at", entry->second.creation_stack);
+        print_stack("released first at", entry->second.release_stack);
         print_stack("released again at", Stack::capture());
         std::abort();
     }

@@ -11,8 +11,8 @@
 namespace gdrkit::twin {
 
 // The ledger remembers this number of releases, the latest ones, to detect a second release. A remembered release takes
-// 740 bytes for its stacks. For a verbs object, the released structure is kept too. The limit exists because a program
-// may run for days, and its memory must not grow with each release.
+// about 500 bytes, most of them for its stacks. For a verbs object, the released structure is kept too. The limit
+// exists because a program may run for days, and its memory must not grow with each release.
 inline constexpr std::size_t max_remembered_releases = 128;
 
 // Add a new handle. `kind` is its type and must be a string literal ("ibv_mr", "cuda_memory").

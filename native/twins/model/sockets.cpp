@@ -30,6 +30,8 @@ constexpr std::uint32_t message_magic = 0x47444b31; // "1KDG" in memory
 constexpr timeval connect_timeout{10, 0};
 constexpr std::uint32_t max_message_bytes = 1U << 20;
 
+// A request is a MessageHeader and `size_bytes` bytes. The reply is a MessageHeader, one message with `fd_count`
+// descriptors if there are any, and `size_bytes` bytes. Then the service closes the connection.
 struct MessageHeader {
     std::uint32_t magic;
     std::uint32_t type;
@@ -38,7 +40,8 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 16);
 
-// Fill the address with the abstract name and set *size_bytes to its length. Return false if the name is too long.
+// Fill the address with the abstract name of the socket `name`, and set *size_bytes to the length of the address.
+// Return false if the name is too long.
 bool make_address(std::string_view name, sockaddr_un* address, socklen_t* size_bytes) {
     const std::string abstract_name =
         "gdrkit-twins/" + std::to_string(getuid()) + "/" + config().domain + "/" + std::string(name);
@@ -238,13 +241,13 @@ int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size
         return errno;
     }
     *size_bytes = static_cast<std::size_t>(received_bytes);
-    const cmsghdr* const control = CMSG_FIRSTHDR(&message);
+    const cmsghdr* const control_message = CMSG_FIRSTHDR(&message);
     ucred sender{};
-    if (control == nullptr || control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_CREDENTIALS ||
-        control->cmsg_len != CMSG_LEN(sizeof sender)) {
+    if (control_message == nullptr || control_message->cmsg_level != SOL_SOCKET ||
+        control_message->cmsg_type != SCM_CREDENTIALS || control_message->cmsg_len != CMSG_LEN(sizeof sender)) {
         return EPERM;
     }
-    std::memcpy(&sender, CMSG_DATA(control), sizeof sender);
+    std::memcpy(&sender, CMSG_DATA(control_message), sizeof sender);
     return sender.uid == getuid() ? 0 : EPERM;
 }
 
@@ -258,7 +261,8 @@ int connect_to(std::string_view name) {
     if (!socket) {
         return -errno;
     }
-    // connect() blocks while the listener's backlog is full, and a stopped process never accepts.
+    // SO_SNDTIMEO also limits connect(), which blocks while the listener's backlog is full: a stopped process never
+    // accepts.
     setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &connect_timeout, sizeof connect_timeout);
     setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &connect_timeout, sizeof connect_timeout);
     int result = 0;
@@ -345,11 +349,11 @@ bool send_fds(int socket, std::span<const int> fds) {
     message.msg_iovlen = 1;
     message.msg_control = control_buffer;
     message.msg_controllen = CMSG_SPACE(fds.size_bytes());
-    cmsghdr* control = CMSG_FIRSTHDR(&message);
-    control->cmsg_level = SOL_SOCKET;
-    control->cmsg_type = SCM_RIGHTS;
-    control->cmsg_len = CMSG_LEN(fds.size_bytes());
-    std::memcpy(CMSG_DATA(control), fds.data(), fds.size_bytes());
+    cmsghdr* control_message = CMSG_FIRSTHDR(&message);
+    control_message->cmsg_level = SOL_SOCKET;
+    control_message->cmsg_type = SCM_RIGHTS;
+    control_message->cmsg_len = CMSG_LEN(fds.size_bytes());
+    std::memcpy(CMSG_DATA(control_message), fds.data(), fds.size_bytes());
     ssize_t sent_bytes = 0;
     do {
         sent_bytes = sendmsg(socket, &message, MSG_NOSIGNAL);
@@ -376,14 +380,15 @@ bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
     }
     // Take ownership of every received descriptor before the checks, so that a wrong message leaves none open.
     std::vector<Fd> received_fds;
-    for (cmsghdr* control = CMSG_FIRSTHDR(&message); control != nullptr; control = CMSG_NXTHDR(&message, control)) {
-        if (control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS) {
+    for (cmsghdr* control_message = CMSG_FIRSTHDR(&message); control_message != nullptr;
+         control_message = CMSG_NXTHDR(&message, control_message)) {
+        if (control_message->cmsg_level != SOL_SOCKET || control_message->cmsg_type != SCM_RIGHTS) {
             continue;
         }
-        const std::size_t descriptor_count = (control->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        const std::size_t descriptor_count = (control_message->cmsg_len - CMSG_LEN(0)) / sizeof(int);
         for (std::size_t index = 0; index < descriptor_count; ++index) {
             int fd = -1;
-            std::memcpy(&fd, CMSG_DATA(control) + index * sizeof(int), sizeof fd);
+            std::memcpy(&fd, CMSG_DATA(control_message) + index * sizeof(int), sizeof fd);
             received_fds.emplace_back(fd);
         }
     }

@@ -72,7 +72,7 @@ int accept_from(int listener);
 // Return whether the peer process belongs to the same user. The twins serve no other users.
 bool is_same_user(int socket);
 
-// Return the number of the peer process in the PID namespace of this process; 0 if it is not visible there.
+// Return the id that the peer process has in the PID namespace of this process; 0 if it is not visible there.
 int get_peer_process_id(int socket);
 
 // Send or receive exactly `size_bytes` bytes. Return false with errno set on error; EPIPE means end of file. SIGPIPE is
@@ -92,7 +92,8 @@ bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds);
 using Handler =
     std::function<void(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds)>;
 void register_handler(std::uint32_t type, Handler handler);
-// Return the id of this process's control service, which is unique in the domain.
+// Return the id of this process's control service, which is unique in the domain. Start the service if it is not
+// running.
 std::uint64_t read_control_service_id();
 
 // Send a request to the control service with this id, in this or another process, and wait for the reply. Return false

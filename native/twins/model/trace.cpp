@@ -24,7 +24,8 @@ CallLog& call_log() {
     return *log;
 }
 
-// Replace every character that JSON would have to escape by a dot. Some arguments are strings from the client.
+// Put a dot in place of every character that is not ASCII or that JSON would have to escape. Such characters come from
+// the client, because some arguments are its strings.
 std::string to_printable(const char* text) {
     std::string line = text;
     for (char& character : line) {

@@ -22,6 +22,7 @@ namespace {
 
 constexpr char expected_magic[8] = {'G', 'D', 'R', 'K', 'R', 'U', 'N', '1'};
 
+// The file consists of a Header and `slot_count` Slots.
 struct Header {
     char magic[8];
     std::uint32_t slot_bytes;
@@ -30,6 +31,7 @@ struct Header {
 };
 static_assert(sizeof(Header) == 64);
 
+// A process changes a free slot to claimed, fills the slot, and then changes the slot to ready.
 enum class SlotState : std::uint32_t { free = 0, claimed = 1, ready = 2 };
 
 struct Slot {
@@ -45,12 +47,12 @@ struct Slot {
 };
 static_assert(sizeof(Slot) == 120 && std::atomic<std::uint64_t>::is_always_lock_free);
 
-struct File {
+struct MappedFile {
     Slot* slots = nullptr;
     std::uint32_t slot_count = 0;
 };
 
-File map_file() {
+MappedFile map_file() {
     const char* const path = std::getenv("GDRKIT_TWINS_RUN");
     const Fd fd(path == nullptr ? -1 : open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW));
     struct stat status {};
@@ -75,14 +77,14 @@ File map_file() {
 std::atomic<UsedApi> used_api{UsedApi::none};
 std::atomic<Slot*> own_slot{nullptr};
 
-// A forked child has a slot of its own, from its first use of the twin on.
+// A forked child calls this function at once, and claims its own slot at its first use of the twin.
 void forget_slot() {
     own_slot = nullptr;
 }
 
 // Claim a free slot for this process, or return nullptr if there is no file or no free slot.
 Slot* claim_slot() {
-    static const File file = [] {
+    static const MappedFile file = [] {
         pthread_atfork(nullptr, nullptr, forget_slot);
         return map_file();
     }();

@@ -22,16 +22,16 @@ enum class UsedApi : std::uint32_t {
 // Record that this process has called the twin of this API. A twin calls this once, at its first call.
 void record_use(UsedApi api);
 
-// Count a new handle of the ledger if its kind shows that the program uses the API. These kinds are: memory allocation
-// of CUDA, file of cuFile, and open device of hl-thunk.
+// Count a new handle of the ledger if its kind shows that the program uses the API. These kinds are: all kinds of CUDA
+// except contexts, registered files of cuFile, and open devices of hl-thunk.
 void record_object(std::string_view kind);
 
 // Count a queue pair that the program has brought to the state RTR. A queue pair without a connection is not counted:
 // UCX creates queue pairs to find out what a device supports, even if all its bytes then go by TCP.
 void record_ready_queue_pair();
 
-// Count queue pairs and memory regions of verbs that exist now, and the bytes of the regions. The changes are positive
-// or negative.
+// Add a positive or negative change to the numbers of verbs queue pairs and memory regions that exist now, and to the
+// total size of the regions.
 void record_queue_pairs(std::int64_t change);
 void record_regions(std::int64_t change, std::int64_t changed_bytes);
 

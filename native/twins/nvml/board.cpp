@@ -1,4 +1,5 @@
-// The board of a GPU: its settings, and the processors and NUMA nodes that are near to it.
+// The functions of the NVML twin about the board of a GPU: its settings, and the processors and NUMA nodes that are
+// near to it.
 
 #include <sched.h>
 
@@ -12,9 +13,11 @@ namespace gdrkit::twin::nvml {
 namespace {
 
 constexpr int brand_nvidia = 14; // NVML_BRAND_NVIDIA
-constexpr unsigned affinity_scope_end = 2, word_bits = 64;
+// The scopes are NVML_AFFINITY_SCOPE_NODE (0) and NVML_AFFINITY_SCOPE_SOCKET (1).
+constexpr unsigned affinity_scope_end = 2;
+constexpr unsigned word_bits = 64;
 
-// The GPUs of the twin are near to every processor that this thread may use.
+// Store the set of processors that are near to a GPU: every processor that this thread may use.
 int store_near_processors(const Gpu* gpu, unsigned word_count, unsigned long* words) {
     return run_gpu_entry(gpu, words, [&](int) {
         cpu_set_t allowed_cpus{};
@@ -35,7 +38,7 @@ int store_near_processors(const Gpu* gpu, unsigned word_count, unsigned long* wo
     });
 }
 
-// The settings of the twin's GPUs are off, and cannot be switched on.
+// Accept only the state 0 (off) for a setting: the settings of the twin's GPUs cannot be switched on.
 int accept_only_off(const Gpu* gpu, int state) {
     return run_if_initialized([&] {
         if (find_gpu_number(gpu) < 0 || state < 0 || state > 1) {
@@ -74,6 +77,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetModuleId(const Gpu* gpu, unsigned* module_id)
     });
 }
 
+// The per-device identifier (PDI) of a twin's GPU is the first eight bytes of the UUID.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPdi(const Gpu* gpu, Pdi* pdi) {
     return run_gpu_entry(gpu, pdi, [&](int number) {
         if (pdi->version != pdi_version) {

@@ -1,5 +1,5 @@
-// The GPUs of the machine, which are also the GPUs of the CUDA twin: handles, identity and memory. CUDA_VISIBLE_DEVICES
-// has no effect here, as in the real library.
+// The functions of the NVML twin about the GPUs of the emulated machine: handles, identity and memory. The CUDA twin
+// has the same GPUs. CUDA_VISIBLE_DEVICES has no effect here, as in the real library.
 
 #include <dlfcn.h>
 #include <sched.h>
@@ -20,13 +20,14 @@
 
 namespace gdrkit::twin::nvml {
 
+// The object to which a GPU handle points. Only its address is used.
 struct Gpu {};
 
 namespace {
 
 constexpr std::uint32_t vendor_nvidia = 0x10de;
 
-// The address of an element is the handle of the GPU with this number.
+// The address of gpus[number] is the handle of the GPU with this number.
 std::array<Gpu, 16> gpus;
 
 int gpu_count() {
@@ -94,6 +95,7 @@ int find_gpu_by_pci_address(const char* text, Gpu** gpu) {
     if (!bus && is_initialized()) {
         return invalid_argument;
     }
+    // If NVML is not initialized, find_gpu returns the error before it uses `bus`, which may be empty.
     return find_gpu(gpu, [&](int number) { return number + first_gpu_pci_bus == *bus; });
 }
 
@@ -102,7 +104,7 @@ int store_pci_info(const Gpu* gpu, void* result, std::size_t length_bytes) {
     return run_gpu_entry(gpu, result, [&](int number) {
         PciInfo info{};
         info.bus = static_cast<std::uint32_t>(first_gpu_pci_bus + number);
-        info.pci_device_id = vendor_nvidia;
+        info.pci_device_id = vendor_nvidia; // the upper 16 bits are the PCI device id, which is 0
         const std::string address = format_pci_address(number);
         address.copy(info.bus_id_legacy, sizeof info.bus_id_legacy - 1);
         if (length_bytes == sizeof info) {
@@ -311,8 +313,8 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetMemoryInfo_v2(const Gpu* gpu, MemoryV2* memor
     });
 }
 
-// BAR1 is reported as large as the memory and unused, because all memory can be exported as a dma-buf, and a dma-buf of
-// the twin uses no part of BAR1.
+// The reported BAR1 has the size of the memory and is unused, because all memory can be exported as a dma-buf, and a
+// dma-buf of the twin uses no part of BAR1.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetBAR1MemoryInfo(const Gpu* gpu, Memory* memory) {
     return store_constant(gpu, memory, Memory{gpu_memory_bytes, gpu_memory_bytes, 0});
 }

@@ -1,5 +1,5 @@
-// Common steps of the exported functions: check that NVML is initialized and that the handle of the GPU is valid, and
-// store results.
+// Common steps of the exported functions of the NVML twin: check that NVML is initialized and that the handle of the
+// GPU is valid, and store results.
 #pragma once
 
 #include <cstring>
@@ -18,8 +18,8 @@ bool is_initialized();
 // Return the number of a GPU in the machine, or -1 if the handle is not valid.
 int find_gpu_number(const Gpu* gpu);
 
-// Run the body of an exported function, and convert its exceptions to error codes, because no exception may reach a C
-// caller.
+// Run the body of an exported function, or return `uninitialized` if NVML is not initialized. Convert exceptions to
+// error codes, because no exception may reach a C caller.
 template <typename Body> int run_if_initialized(Body&& body) {
     try {
         return is_initialized() ? static_cast<int>(std::forward<Body>(body)()) : uninitialized;
@@ -30,8 +30,8 @@ template <typename Body> int run_if_initialized(Body&& body) {
     }
 }
 
-// Run the body of an exported function that queries one GPU and stores a result. The GPU's number is passed to the
-// body.
+// Run the body of an exported function that queries one GPU and stores a result. The body gets the GPU's number. Return
+// `invalid_argument` if the handle is not valid or `result` is null.
 template <typename Value, typename Body> int run_gpu_entry(const Gpu* gpu, Value* result, Body&& body) {
     return run_if_initialized([&] {
         const int number = find_gpu_number(gpu);

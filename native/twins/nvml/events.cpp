@@ -17,7 +17,8 @@ struct EventSet {};
 
 namespace {
 
-constexpr std::uint64_t xid_error = 8, all_system_events = 3; // bits of the types of events
+// Bits of event types: nvmlEventTypeXidCriticalError, and the system events (a driver is bound or unbound).
+constexpr std::uint64_t xid_error = 8, all_system_events = 3;
 
 struct EventSets {
     std::mutex mutex;

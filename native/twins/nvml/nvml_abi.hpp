@@ -50,6 +50,7 @@ struct MemoryV2 {
     std::uint64_t total, reserved, free, used;
 };
 static_assert(sizeof(MemoryV2) == 40);
+// A structure with a version begins with this number: its size, and its version in the upper 8 bits.
 inline constexpr std::uint32_t memory_v2_version = sizeof(MemoryV2) | 2U << 24;
 
 struct Utilization {
@@ -77,7 +78,7 @@ inline constexpr std::uint32_t pci_info_ext_version = sizeof(PciInfoExt) | 1U <<
 inline constexpr std::uint32_t class_display = 3, subclass_3d_controller = 2; // PCI class codes
 static_assert(pci_info_ext_version == 0x01000040);
 
-struct Pdi {
+struct Pdi { // per device identifier
     std::uint32_t version;
     std::uint64_t value;
 };

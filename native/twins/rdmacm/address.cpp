@@ -30,6 +30,7 @@ bool IpAddress::is_loopback() const {
     return std::memcmp(bytes.raw, &in6addr_loopback, sizeof bytes.raw) == 0;
 }
 
+// The multicast addresses are 224.0.0.0/4 and ff00::/8.
 bool IpAddress::is_multicast() const {
     return family == AF_INET ? (bytes.raw[ipv4_offset] & 0xf0) == 0xe0 : bytes.raw[0] == 0xff;
 }

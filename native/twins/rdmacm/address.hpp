@@ -23,6 +23,7 @@ struct IpAddress {
 
 // Return the length of an AF_INET or AF_INET6 address in bytes, or 0 if it is neither.
 socklen_t get_address_length(const sockaddr* address);
+// Return the address without its port. The family is AF_INET or AF_INET6.
 IpAddress get_ip(const sockaddr* address);
 std::uint16_t get_port(const sockaddr* address); // host byte order
 void store_address(sockaddr_storage* storage, const IpAddress& address, std::uint16_t port);

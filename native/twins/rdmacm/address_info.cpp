@@ -1,4 +1,5 @@
-// rdma_getaddrinfo translates host and service names to addresses for rdma_create_ep, by getaddrinfo of the C library.
+// rdma_getaddrinfo translates host and service names to addresses for rdma_create_ep, with getaddrinfo of the C
+// library.
 
 #include <netdb.h>
 
@@ -46,17 +47,19 @@ void fill_types(rdma_addrinfo* entry, const rdma_addrinfo* hints, int socket_typ
                                : static_cast<int>(is_datagram ? RDMA_PS_UDP : RDMA_PS_TCP);
 }
 
+// Store the resolved address and, in an active entry, the source address of the hints. Return false if no memory is
+// left.
 bool fill_addresses(rdma_addrinfo* entry, const rdma_addrinfo* hints, const sockaddr* address, socklen_t length) {
     const bool is_passive = (entry->ai_flags & rai_passive) != 0;
     (is_passive ? entry->ai_src_len : entry->ai_dst_len) = length;
-    sockaddr*& resolved = is_passive ? entry->ai_src_addr : entry->ai_dst_addr;
-    resolved = copy_address(address, length);
+    sockaddr*& resolved_address = is_passive ? entry->ai_src_addr : entry->ai_dst_addr;
+    resolved_address = copy_address(address, length);
     if (!is_passive && hints != nullptr && hints->ai_src_len != 0 && hints->ai_src_addr != nullptr) {
         entry->ai_src_len = hints->ai_src_len;
         entry->ai_src_addr = copy_address(hints->ai_src_addr, hints->ai_src_len);
-        return resolved != nullptr && entry->ai_src_addr != nullptr;
+        return resolved_address != nullptr && entry->ai_src_addr != nullptr;
     }
-    return resolved != nullptr;
+    return resolved_address != nullptr;
 }
 
 // Make one entry, or return nullptr if no memory is left.
@@ -80,7 +83,7 @@ rdma_addrinfo* make_entry(const rdma_addrinfo* hints, const sockaddr* address, s
 }
 
 // Return 0 or an error code of getaddrinfo.
-int look_up(const char* node, const char* service, const rdma_addrinfo* hints, rdma_addrinfo** result) {
+int look_up_names(const char* node, const char* service, const rdma_addrinfo* hints, rdma_addrinfo** result) {
     const addrinfo converted_hints = make_hints(hints);
     addrinfo* list = nullptr;
     if (const int error = getaddrinfo(node, service, &converted_hints, &list); error != 0) {
@@ -120,7 +123,7 @@ int rdma_getaddrinfo(const char* node, const char* service, const rdma_addrinfo*
     }
     *res = nullptr;
     if (node != nullptr || service != nullptr) {
-        return look_up(node, service, hints, res);
+        return look_up_names(node, service, hints, res);
     }
     // Without names, the entry has the addresses of the hints.
     auto* const entry = static_cast<rdma_addrinfo*>(std::calloc(1, sizeof(rdma_addrinfo)));

@@ -29,9 +29,9 @@ int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port
         return error;
     }
     if (local_port) {
-        set_local(id, *local_port);
+        set_local_port(id, *local_port);
     }
-    set_source(id, address, id->claim.port);
+    set_source_address(id, address, id->claim.port);
     id->state = State::bound;
     return 0;
 }
@@ -50,7 +50,7 @@ int choose_source(const Identifier& id, const IpAddress& destination, IpAddress*
 }
 
 // Resolve the destination of the identifier. Return 0 or an errno, which an ADDR_ERROR event reports.
-int resolve(Identifier* id, IpAddress destination) {
+int resolve_destination(Identifier* id, IpAddress destination) {
     if (destination.is_any()) {
         destination = make_loopback_address(destination.family); // as the kernel does
     }
@@ -64,8 +64,8 @@ int resolve(Identifier* id, IpAddress destination) {
     }
     const auto destination_port = find_local_port(destination);
     id->remote_gid = destination_port ? destination_port->gid() : destination.bytes;
-    set_local(id, *local_port);
-    set_source(id, source, id->claim.port);
+    set_local_port(id, *local_port);
+    set_source_address(id, source, id->claim.port);
     store_address(&id->abi.route.addr.dst_storage, destination, get_port(&id->abi.route.addr.dst_addr));
     id->abi.route.addr.addr.ibaddr.dgid = id->remote_gid;
     return 0;
@@ -74,14 +74,14 @@ int resolve(Identifier* id, IpAddress destination) {
 ibv_sa_path_rec make_path(const Identifier& id) {
     ibv_sa_path_rec path{};
     path.dgid = id.remote_gid;
-    path.sgid = id.local->gid();
+    path.sgid = id.local_port->gid();
     path.hop_limit = 64;
     path.traffic_class = id.tos;
     path.reversible = 1;
     path.numb_path = 1;
-    path.pkey = 0xffff;
-    path.mtu_selector = path.rate_selector = path.packet_life_time_selector = 2; // the exact values
-    path.mtu = static_cast<std::uint8_t>(id.local->device->port.active_mtu);
+    path.pkey = 0xffff;                                                          // the default partition key
+    path.mtu_selector = path.rate_selector = path.packet_life_time_selector = 2; // IB_SA_EQ: the exact values
+    path.mtu = static_cast<std::uint8_t>(id.local_port->device->port.active_mtu);
     path.rate = IBV_RATE_100_GBPS;
     path.packet_life_time = 16; // CMA_IBOE_PACKET_LIFETIME of the kernel
     return path;
@@ -114,7 +114,7 @@ extern "C" {
 
 int rdma_bind_addr(rdma_cm_id* id, sockaddr* addr) {
     return run_call("rdma_bind_addr", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || get_address_length(addr) == 0) {
             return EINVAL;
         }
@@ -125,7 +125,7 @@ int rdma_bind_addr(rdma_cm_id* id, sockaddr* addr) {
 
 int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, int) {
     return run_call("rdma_resolve_addr", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || get_address_length(dst_addr) == 0 ||
             (src_addr != nullptr && get_address_length(src_addr) == 0)) {
             return EINVAL;
@@ -144,7 +144,7 @@ int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, in
                 return EINVAL;
             }
             std::memcpy(&id->route.addr.dst_storage, dst_addr, get_address_length(dst_addr));
-            const int error = resolve(identifier, get_ip(dst_addr));
+            const int error = resolve_destination(identifier, get_ip(dst_addr));
             identifier->state = error == 0 ? State::addr_resolved : State::bound;
             queue_event(identifier, error == 0 ? RDMA_CM_EVENT_ADDR_RESOLVED : RDMA_CM_EVENT_ADDR_ERROR, -error);
         }
@@ -154,7 +154,7 @@ int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, in
 
 int rdma_resolve_route(rdma_cm_id* id, int) {
     return run_call("rdma_resolve_route", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
         }

@@ -20,12 +20,13 @@ namespace {
 constexpr std::chrono::milliseconds listener_grace_time{1000};
 constexpr int max_backlog = 1024; // the kernel's default of net.rdma_ucm.max_backlog
 
-std::uint8_t limit_to_device(std::uint8_t requested, std::uint8_t device_limit) {
-    return std::min(requested, device_limit); // 255 requests the largest number
+std::uint8_t limit_to_device(std::uint8_t requested_number, std::uint8_t device_limit) {
+    return std::min(requested_number, device_limit); // 255 requests the largest number
 }
 
-// Return EINVAL if the parameters exceed the limits of the device, else 0. Also return EINVAL without parameters if the
-// identifier has no queue pair: the parameters must then contain the number of the program's queue pair.
+// Return 0, or EINVAL if the parameters exceed the limits of the device. Without parameters (nullptr), return EINVAL if
+// the identifier has no queue pair, because then only the parameters can contain the number of the program's queue
+// pair.
 int check_parameters(const Identifier& id, const rdma_conn_param* parameters) {
     if (is_datagram(id)) {
         return 0;
@@ -33,18 +34,19 @@ int check_parameters(const Identifier& id, const rdma_conn_param* parameters) {
     if (parameters == nullptr) {
         return id.abi.qp == nullptr ? EINVAL : 0;
     }
-    const bool has_too_many_resources = parameters->responder_resources != max_responder_resources &&
-                                        parameters->responder_resources > id.local->device->max_responder_resources;
+    const bool has_too_many_resources =
+        parameters->responder_resources != max_responder_resources &&
+        parameters->responder_resources > id.local_port->device->max_responder_resources;
     const bool is_too_deep = parameters->initiator_depth != max_initiator_depth &&
-                             parameters->initiator_depth > id.local->device->max_initiator_depth;
+                             parameters->initiator_depth > id.local_port->device->max_initiator_depth;
     return has_too_many_resources || is_too_deep ? EINVAL : 0;
 }
 
 // Write the parameters of the connection into a message.
 void add_parameters(const Identifier& id, const rdma_conn_param& parameters, wire::Message* message) {
     message->responder_resources =
-        limit_to_device(parameters.responder_resources, id.local->device->max_responder_resources);
-    message->initiator_depth = limit_to_device(parameters.initiator_depth, id.local->device->max_initiator_depth);
+        limit_to_device(parameters.responder_resources, id.local_port->device->max_responder_resources);
+    message->initiator_depth = limit_to_device(parameters.initiator_depth, id.local_port->device->max_initiator_depth);
     message->flow_control = parameters.flow_control != 0;
     message->retry_count = std::min<std::uint8_t>(parameters.retry_count, 7); // fields of three bits
     message->rnr_retry_count = std::min<std::uint8_t>(parameters.rnr_retry_count, 7);
@@ -64,8 +66,8 @@ rdma_conn_param make_default_parameters() {
 
 // Report how an attempt to reach the listener failed.
 void report_unreachable(Identifier* id, int error) {
-    int unused = 0;
-    const auto& devices = get_cm_devices(&unused);
+    int unused_error = 0;
+    const auto& devices = get_cm_devices(&unused_error);
     const bool is_local_host = std::any_of(devices.begin(), devices.end(), [&](const auto& device) {
         return std::any_of(device->gids.begin(), device->gids.end(),
                            [&](const ibv_gid_entry& entry) { return is_same_gid(entry.gid, id->remote_gid); });
@@ -98,30 +100,30 @@ bool record_listener(const IpAddress& address, std::uint16_t port, bool was_foun
 // its parameters over a first connection, and its server listens at the same port again only after it has told its
 // client to connect. On hardware the server is still early enough. Here it may be late, because its processor also does
 // the work of the device.
-int connect_or_wait(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
+int connect_or_wait(rdma_port_space port_space, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
     const auto deadline = std::chrono::steady_clock::now() + listener_grace_time;
     for (;;) {
-        const int result = connect_to_listener(ps, gid, address, port);
-        const bool had_listener = record_listener(address, port, result >= 0);
-        if (result != -ECONNREFUSED || !had_listener || std::chrono::steady_clock::now() >= deadline) {
-            return result;
+        const int socket_or_error = connect_to_listener(port_space, gid, address, port);
+        const bool had_listener = record_listener(address, port, socket_or_error >= 0);
+        if (socket_or_error != -ECONNREFUSED || !had_listener || std::chrono::steady_clock::now() >= deadline) {
+            return socket_or_error;
         }
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
 }
 
-// Send the request of an identifier that is in the state connecting. Return 0 or an errno.
+// Send the request of an identifier that is in the state connecting. An event reports a failure, so the result is 0.
 int send_request(Identifier* id, const wire::Message& request) {
     ibv_gid gid{};
     std::copy(request.dst_gid.begin(), request.dst_gid.end(), gid.raw);
     IpAddress address;
     address.family = request.family;
     std::copy(request.dst_ip.begin(), request.dst_ip.end(), address.bytes.raw);
-    const int result = connect_or_wait(id->abi.ps, gid, address, request.dst_port);
-    Fd socket(result);
+    const int socket_or_error = connect_or_wait(id->abi.ps, gid, address, request.dst_port);
+    Fd socket(socket_or_error);
     std::lock_guard lock(manager_mutex());
     if (!socket) {
-        report_unreachable(id, -result);
+        report_unreachable(id, -socket_or_error);
         return 0;
     }
     auto connection = std::make_shared<Connection>();
@@ -199,8 +201,11 @@ int accept_datagram(Identifier* id, const rdma_conn_param* parameters) {
 }
 
 int accept_identifier(Identifier* id, const rdma_conn_param* program_parameters) {
-    if (id->state != State::connecting || !id->is_passive || id->is_accepted) {
-        return EINVAL;
+    {
+        std::lock_guard lock(manager_mutex());
+        if (id->state != State::connecting || !id->is_passive || id->is_accepted) {
+            return EINVAL;
+        }
     }
     if (is_datagram(*id)) {
         return accept_datagram(id, program_parameters);
@@ -210,12 +215,13 @@ int accept_identifier(Identifier* id, const rdma_conn_param* program_parameters)
     }
     rdma_conn_param parameters = program_parameters != nullptr ? *program_parameters : make_default_parameters();
     // If the program gives no number, use the number that the peer requested.
-    const auto choose_number = [](std::uint8_t own, std::uint8_t requested) {
-        return own == max_responder_resources ? requested : own;
+    const auto choose_number = [](std::uint8_t own_number, std::uint8_t requested_number) {
+        return own_number == max_responder_resources ? requested_number : own_number;
     };
     parameters.responder_resources = choose_number(parameters.responder_resources, id->responder_resources);
     parameters.initiator_depth = choose_number(parameters.initiator_depth, id->initiator_depth);
-    if (const int error = make_ready(id, parameters.responder_resources, parameters.initiator_depth); error != 0) {
+    if (const int error = make_queue_pair_ready(id, parameters.responder_resources, parameters.initiator_depth);
+        error != 0) {
         return error;
     }
     std::lock_guard lock(manager_mutex());
@@ -258,7 +264,7 @@ extern "C" {
 
 int rdma_connect(rdma_cm_id* id, rdma_conn_param* conn_param) {
     return run_call("rdma_connect", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         const int error = identifier == nullptr ? EINVAL : connect_identifier(identifier, conn_param);
         return error != 0 ? error : wait_if_synchronous(identifier);
     });
@@ -266,14 +272,14 @@ int rdma_connect(rdma_cm_id* id, rdma_conn_param* conn_param) {
 
 int rdma_listen(rdma_cm_id* id, int backlog) {
     return run_call("rdma_listen", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         return identifier == nullptr ? EINVAL : listen_identifier(identifier, backlog);
     });
 }
 
 int rdma_accept(rdma_cm_id* id, rdma_conn_param* conn_param) {
     return run_call("rdma_accept", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
         }
@@ -287,21 +293,21 @@ int rdma_accept(rdma_cm_id* id, rdma_conn_param* conn_param) {
 
 int rdma_reject(rdma_cm_id* id, const void* private_data, std::uint8_t private_data_len) {
     return run_call("rdma_reject", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         return identifier == nullptr ? EINVAL : reject_identifier(identifier, private_data, private_data_len);
     });
 }
 
 int rdma_reject_ece(rdma_cm_id* id, const void* private_data, std::uint8_t private_data_len) {
     return run_call("rdma_reject_ece", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         return identifier == nullptr ? EINVAL : reject_identifier(identifier, private_data, private_data_len);
     });
 }
 
 int rdma_establish(rdma_cm_id* id) {
     return run_call("rdma_establish", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || id->qp != nullptr) { // rdma_get_cm_event establishes identifiers with a queue pair
             return EINVAL;
         }
@@ -318,7 +324,7 @@ int rdma_establish(rdma_cm_id* id) {
 
 int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
     return run_call("rdma_notify", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || event != IBV_EVENT_COMM_EST) {
             return EINVAL;
         }
@@ -339,7 +345,7 @@ int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
 
 int rdma_disconnect(rdma_cm_id* id) {
     return run_call("rdma_disconnect", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
         }
@@ -357,12 +363,12 @@ int rdma_disconnect(rdma_cm_id* id) {
 // Enhanced connection establishment (ECE): vendor options that the two sides negotiate. The twin has no such options.
 // It ignores the options of the program and reports empty options.
 int rdma_set_local_ece(rdma_cm_id* id, ibv_ece* ece) {
-    return run_call("rdma_set_local_ece", [&] { return get_id(id) == nullptr || ece == nullptr ? EINVAL : 0; });
+    return run_call("rdma_set_local_ece", [&] { return get_identifier(id) == nullptr || ece == nullptr ? EINVAL : 0; });
 }
 
 int rdma_get_remote_ece(rdma_cm_id* id, ibv_ece* ece) {
     return run_call("rdma_get_remote_ece", [&] {
-        if (get_id(id) == nullptr || ece == nullptr) {
+        if (get_identifier(id) == nullptr || ece == nullptr) {
             return EINVAL;
         }
         *ece = {};

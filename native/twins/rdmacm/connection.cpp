@@ -20,7 +20,8 @@ namespace {
 
 // The connection of a peer that sends no request is closed after this time.
 constexpr std::chrono::seconds request_timeout{10};
-// The kernel keeps a request for about this time, because the listener's connection manager asks for it (MRA).
+// The kernel waits about this time for the reply to a request, because the listener's connection manager asks it to
+// wait (MRA message).
 constexpr std::chrono::seconds reply_timeout{70};
 constexpr std::chrono::seconds disconnect_timeout{20};
 // 4.096 us * 2^17: twice the packet life time that the kernel assumes for Ethernet (CMA_IBOE_PACKET_LIFETIME 16).
@@ -29,9 +30,9 @@ constexpr std::chrono::milliseconds timewait{537};
 void set_timer(Connection* connection, std::chrono::milliseconds delay, void (*on_expiry)(Connection*)) {
     cancel_timer(connection->timer_token);
     connection->timer_token = start_timer(delay, [weak = connection->weak_from_this(), on_expiry] {
-        if (const auto expired = weak.lock()) {
-            expired->timer_token = 0;
-            on_expiry(expired.get());
+        if (const auto expired_connection = weak.lock()) {
+            expired_connection->timer_token = 0;
+            on_expiry(expired_connection.get());
         }
     });
 }
@@ -72,9 +73,9 @@ void enter_timewait(Connection* connection) {
     connection->phase = Phase::ended;
     unwatch(connection->watch_token);
     connection->watch_token = 0;
-    set_timer(connection, timewait, [](Connection* expired) {
-        report_to_program(expired, RDMA_CM_EVENT_TIMEWAIT_EXIT);
-        close_connection(expired);
+    set_timer(connection, timewait, [](Connection* expired_connection) {
+        report_to_program(expired_connection, RDMA_CM_EVENT_TIMEWAIT_EXIT);
+        close_connection(expired_connection);
     });
 }
 
@@ -85,9 +86,9 @@ void report_disconnected(Connection* connection, int status) {
     }
 }
 
-// Handle the end of file: the peer's process or its identifier is gone. Report the same events as the kernel. When a
-// process is killed, the kernel destroys its identifiers, which rejects their requests and disconnects their
-// connections.
+// Handle the end of file, because the peer's process or its identifier is gone, or a message that the protocol does not
+// allow. Report the same events as the kernel. When a process is killed, the kernel destroys its identifiers, which
+// rejects their requests and disconnects their connections.
 void on_end(Connection* connection) {
     switch (connection->phase) {
     case Phase::waits_for_reply:
@@ -133,7 +134,7 @@ IpAddress make_address(std::uint16_t family, const std::array<std::uint8_t, 16>&
 }
 
 void reject(Connection* connection, wire::Type type, std::uint32_t reason) {
-    wire::Message message = connection->incoming;
+    wire::Message message = connection->incoming_message;
     message.type = type;
     message.reason = reason;
     message.private_bytes = 0;
@@ -146,22 +147,22 @@ void reject(Connection* connection, wire::Type type, std::uint32_t reason) {
 Identifier* make_identifier_for_request(const Identifier& listener, const wire::Message& request) {
     const IpAddress destination = make_address(request.family, request.dst_ip);
     const IpAddress source = make_address(request.family, request.src_ip);
-    const auto local = find_local_port(destination);
+    const auto local_port = find_local_port(destination);
     Identifier* id = nullptr;
-    if (!local ||
+    if (!local_port ||
         make_identifier(listener.abi.channel, listener.abi.context, listener.abi.ps, listener.abi.qp_type, &id) != 0) {
         return nullptr;
     }
     std::memcpy(id->remote_gid.raw, request.src_gid.data(), request.src_gid.size());
-    set_local(id, *local);
-    set_source(id, destination, request.dst_port);
+    set_local_port(id, *local_port);
+    set_source_address(id, destination, request.dst_port);
     store_address(&id->abi.route.addr.dst_storage, source, request.src_port);
     id->abi.route.addr.addr.ibaddr.dgid = id->remote_gid;
     id->tos = listener.tos;
     id->is_passive = true;
     id->state = State::connecting;
-    id->responder_resources = std::min(request.initiator_depth, local->device->max_responder_resources);
-    id->initiator_depth = std::min(request.responder_resources, local->device->max_initiator_depth);
+    id->responder_resources = std::min(request.initiator_depth, local_port->device->max_responder_resources);
+    id->initiator_depth = std::min(request.responder_resources, local_port->device->max_initiator_depth);
     id->retry_count = request.retry_count;
     id->rnr_retry_count = request.rnr_retry_count;
     id->remote_qp_num = request.qp_num;
@@ -172,7 +173,7 @@ Identifier* make_identifier_for_request(const Identifier& listener, const wire::
 
 // Answer a request for datagrams with the queue pair of the listener.
 void answer_automatically(Connection* connection, const Identifier& listener) {
-    wire::Message reply = connection->incoming;
+    wire::Message reply = connection->incoming_message;
     reply.type = wire::Type::datagram_reply;
     reply.qp_num = listener.automatic_qp_num;
     reply.qkey = listener.qkey;
@@ -224,8 +225,8 @@ void on_reply(Connection* connection, const wire::Message& reply) {
     connection->phase = Phase::received_reply;
     id->remote_qp_num = reply.qp_num;
     id->remote_psn = reply.psn;
-    id->responder_resources = std::min(reply.initiator_depth, id->local->device->max_responder_resources);
-    id->initiator_depth = std::min(reply.responder_resources, id->local->device->max_initiator_depth);
+    id->responder_resources = std::min(reply.initiator_depth, id->local_port->device->max_responder_resources);
+    id->initiator_depth = std::min(reply.responder_resources, id->local_port->device->max_initiator_depth);
     id->rnr_retry_count = reply.rnr_retry_count;
     report_to_program(connection, make_event(RDMA_CM_EVENT_CONNECT_RESPONSE, reply));
 }
@@ -298,9 +299,10 @@ void on_readable(Connection* connection) {
     // Closing the connection destroys the callback and its reference, so this reference keeps the connection alive.
     const auto keep_alive = connection->shared_from_this();
     while (connection->socket) {
-        auto* const begin = reinterpret_cast<char*>(&connection->incoming) + connection->incoming_bytes;
-        const ssize_t received_bytes = recv(connection->socket.get(), begin,
-                                            sizeof connection->incoming - connection->incoming_bytes, MSG_DONTWAIT);
+        auto* const begin = reinterpret_cast<char*>(&connection->incoming_message) + connection->incoming_bytes;
+        const ssize_t received_bytes =
+            recv(connection->socket.get(), begin, sizeof connection->incoming_message - connection->incoming_bytes,
+                 MSG_DONTWAIT);
         if (received_bytes < 0 && (errno == EAGAIN || errno == EINTR)) {
             return;
         }
@@ -308,14 +310,14 @@ void on_readable(Connection* connection) {
             return on_end(connection);
         }
         connection->incoming_bytes += static_cast<std::size_t>(received_bytes);
-        if (connection->incoming_bytes < sizeof connection->incoming) {
+        if (connection->incoming_bytes < sizeof connection->incoming_message) {
             continue;
         }
         connection->incoming_bytes = 0;
-        if (!wire::is_valid(connection->incoming)) {
+        if (!wire::is_valid(connection->incoming_message)) {
             return on_end(connection);
         }
-        const wire::Message message = connection->incoming;
+        const wire::Message message = connection->incoming_message;
         on_message(connection, message);
         if (connection->watch_token == 0) {
             return;
@@ -337,7 +339,8 @@ void accept_requests(Identifier* listener, int fd) {
         connection->listener = listener->self;
         connection->phase = Phase::waits_for_request;
         start_reading(connection);
-        set_timer(connection.get(), request_timeout, [](Connection* silent) { close_connection(silent); });
+        set_timer(connection.get(), request_timeout,
+                  [](Connection* silent_connection) { close_connection(silent_connection); });
     }
 }
 
@@ -386,7 +389,7 @@ std::optional<wire::Message> make_message(const Identifier& id, wire::Type type,
     message.qp_type = static_cast<std::uint8_t>(id.abi.qp_type);
     std::memcpy(message.src_ip.data(), source.bytes.raw, message.src_ip.size());
     std::memcpy(message.dst_ip.data(), destination.bytes.raw, message.dst_ip.size());
-    std::memcpy(message.src_gid.data(), id.local->gid().raw, message.src_gid.size());
+    std::memcpy(message.src_gid.data(), id.local_port->gid().raw, message.src_gid.size());
     std::memcpy(message.dst_gid.data(), id.remote_gid.raw, message.dst_gid.size());
     message.private_bytes = static_cast<std::uint8_t>(private_bytes);
     if (private_bytes != 0) {
@@ -406,9 +409,9 @@ bool disconnect(Identifier* id) {
     case Phase::established:
         send_message(connection, *make_message(*id, wire::Type::disconnect_request));
         connection->phase = Phase::sent_disconnect;
-        set_timer(connection, disconnect_timeout, [](Connection* expired) {
-            report_disconnected(expired, -ETIMEDOUT);
-            enter_timewait(expired);
+        set_timer(connection, disconnect_timeout, [](Connection* expired_connection) {
+            report_disconnected(expired_connection, -ETIMEDOUT);
+            enter_timewait(expired_connection);
         });
         return true;
     case Phase::received_disconnect:
@@ -421,12 +424,12 @@ bool disconnect(Identifier* id) {
     }
 }
 
-void abandon(Identifier* id) {
+void close_identifier(Identifier* id) {
     *id->self = nullptr;
-    for (auto& [socket, token] : id->listeners) {
+    for (auto& [socket, token] : id->listening_sockets) {
         unwatch(token);
     }
-    id->listeners.clear();
+    id->listening_sockets.clear();
     id->claim = {};
     const auto connection = std::exchange(id->connection, nullptr);
     if (connection == nullptr) {
@@ -455,20 +458,20 @@ int open_listeners(Identifier* id) {
         const int fd = socket.get();
         fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
         const Token token = watch(fd, [id, fd] { accept_requests(id, fd); });
-        id->listeners.emplace_back(std::move(socket), token);
+        id->listening_sockets.emplace_back(std::move(socket), token);
     }
     return 0;
 }
 
-int connect_to_listener(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
-    int result = -ECONNREFUSED;
-    for (const std::string& name : list_names_to_try(ps, gid, address, port)) {
-        result = connect_to(name);
-        if (result != -ECONNREFUSED) {
+int connect_to_listener(rdma_port_space port_space, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
+    int socket_or_error = -ECONNREFUSED;
+    for (const std::string& name : list_names_to_try(port_space, gid, address, port)) {
+        socket_or_error = connect_to(name);
+        if (socket_or_error != -ECONNREFUSED) {
             break;
         }
     }
-    return result;
+    return socket_or_error;
 }
 
 } // namespace gdrkit::twin::rdmacm

@@ -30,7 +30,8 @@ struct Connection : std::enable_shared_from_this<Connection> {
     std::shared_ptr<Identifier*> listener; // set until the request of the peer has arrived
     Phase phase = Phase::waits_for_reply;
     Token watch_token = 0, timer_token = 0;
-    wire::Message incoming{};
+    // The message that is being received, and the number of its bytes that have arrived.
+    wire::Message incoming_message{};
     std::size_t incoming_bytes = 0;
 };
 
@@ -38,7 +39,7 @@ struct Connection : std::enable_shared_from_this<Connection> {
 void start_reading(const std::shared_ptr<Connection>& connection);
 // End the connection without a message. The peer sees the end of file.
 void close_connection(Connection* connection);
-// Send a message. Failures are ignored, because the manager then sees the end of file.
+// Send a message. If this fails, shut down the socket, so that the manager handles the end of file.
 void send_message(Connection* connection, const wire::Message& message);
 // Return a message of this type from the identifier, with its addresses. Return nullopt if the private data is too
 // long.
@@ -47,13 +48,13 @@ std::optional<wire::Message> make_message(const Identifier& id, wire::Type type,
 // Send a disconnect request, or the reply to the peer's request. Return whether the identifier has or had an
 // established connection.
 bool disconnect(Identifier* id);
-// End the connection of an identifier that is destroyed.
-void abandon(Identifier* id);
+// Close the listeners of an identifier that is destroyed, release its port, and end its connection.
+void close_identifier(Identifier* id);
 
 // Open the sockets at which requests for the listening identifier arrive. Return 0 or an errno.
 int open_listeners(Identifier* id);
-// Connect to the listener of the identifier's destination. Returns a socket or -errno: -ECONNREFUSED if no process
-// listens. The caller does not hold the lock of the manager.
-int connect_to_listener(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address, std::uint16_t port);
+// Connect to the listener of a destination. Return a socket or -errno: -ECONNREFUSED if no process listens. The caller
+// does not hold the lock of the manager.
+int connect_to_listener(rdma_port_space port_space, const ibv_gid& gid, const IpAddress& address, std::uint16_t port);
 
 } // namespace gdrkit::twin::rdmacm

@@ -72,7 +72,7 @@ int rdma_create_ep(rdma_cm_id** id, rdma_addrinfo* res, ibv_pd* pd, ibv_qp_init_
 }
 
 void rdma_destroy_ep(rdma_cm_id* id) {
-    if (get_id(id) == nullptr) {
+    if (get_identifier(id) == nullptr) {
         return;
     }
     rdma_destroy_qp(id);
@@ -82,7 +82,7 @@ void rdma_destroy_ep(rdma_cm_id* id) {
 
 int rdma_get_request(rdma_cm_id* listen, rdma_cm_id** id) {
     return run_call("rdma_get_request", [&] {
-        Identifier* const listener = get_id(listen);
+        Identifier* const listener = get_identifier(listen);
         if (listener == nullptr || !listener->is_synchronous) {
             return EINVAL;
         }
@@ -105,6 +105,7 @@ int rdma_get_request(rdma_cm_id* listen, rdma_cm_id** id) {
             }
         }
         if (error != 0) {
+            // The listener keeps the event, in which the program finds the reason.
             listen->event = event;
             return error;
         }

@@ -16,9 +16,9 @@ namespace {
 
 // Return whether the object is live. For another handle, ledger_remove ends the process (the program uses a released
 // object) or returns false (the handle never existed).
-bool is_alive(std::string_view kind, const void* object) {
+bool is_alive(std::string_view type_name, const void* object) {
     const auto handle = reinterpret_cast<std::uint64_t>(object);
-    return object != nullptr && (ledger_holds(kind, handle) || ledger_remove(kind, handle));
+    return object != nullptr && (ledger_holds(type_name, handle) || ledger_remove(type_name, handle));
 }
 
 void drop_events(Identifier* id) {
@@ -35,7 +35,7 @@ void destroy_unreported_requests(Identifier* listener) {
         return event.id == listener;
     });
     for (Identifier* request : requests) {
-        abandon(request);
+        close_identifier(request);
         if (request->pd_device != nullptr) {
             release_default_pd(request->pd_device);
         }
@@ -47,7 +47,7 @@ void destroy_unreported_requests(Identifier* listener) {
 
 } // namespace
 
-Identifier* get_id(rdma_cm_id* id) {
+Identifier* get_identifier(rdma_cm_id* id) {
     auto* const identifier = reinterpret_cast<Identifier*>(id);
     return is_alive("rdma_cm_id", identifier) ? identifier : nullptr;
 }
@@ -65,12 +65,12 @@ int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space 
                     Identifier** id) {
     auto identifier = std::make_unique<Identifier>();
     identifier->is_synchronous = channel == nullptr;
-    rdma_event_channel* const used_channel = channel != nullptr ? channel : rdma_create_event_channel();
-    if (used_channel == nullptr) {
+    rdma_event_channel* const event_channel = channel != nullptr ? channel : rdma_create_event_channel();
+    if (event_channel == nullptr) {
         return errno;
     }
-    identifier->channel = reinterpret_cast<Channel*>(used_channel);
-    identifier->abi.channel = used_channel;
+    identifier->channel = reinterpret_cast<Channel*>(event_channel);
+    identifier->abi.channel = event_channel;
     identifier->abi.context = context;
     identifier->abi.ps = ps;
     identifier->abi.qp_type = qp_type;
@@ -81,20 +81,20 @@ int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space 
     return 0;
 }
 
-void set_local(Identifier* id, const LocalPort& local) {
-    id->local = local;
-    id->abi.verbs = local.device->verbs;
+void set_local_port(Identifier* id, const LocalPort& local_port) {
+    id->local_port = local_port;
+    id->abi.verbs = local_port.device->verbs;
     id->abi.port_num = 1;
     if (id->abi.pd == nullptr) {
         // The real library sets the protection domain as soon as it knows the device.
-        id->abi.pd = take_default_pd(local.device);
-        id->pd_device = id->abi.pd == nullptr ? nullptr : local.device;
+        id->abi.pd = take_default_pd(local_port.device);
+        id->pd_device = id->abi.pd == nullptr ? nullptr : local_port.device;
     }
-    id->abi.route.addr.addr.ibaddr.sgid = local.gid();
-    id->abi.route.addr.addr.ibaddr.pkey = 0xffff;
+    id->abi.route.addr.addr.ibaddr.sgid = local_port.gid();
+    id->abi.route.addr.addr.ibaddr.pkey = 0xffff; // the default partition key
 }
 
-void set_source(Identifier* id, const IpAddress& address, std::uint16_t port) {
+void set_source_address(Identifier* id, const IpAddress& address, std::uint16_t port) {
     store_address(&id->abi.route.addr.src_storage, address, port);
 }
 
@@ -125,13 +125,13 @@ int rdma_create_id(rdma_event_channel* channel, rdma_cm_id** id, void* context, 
 
 int rdma_destroy_id(rdma_cm_id* id) {
     return run_call("rdma_destroy_id", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
         }
         {
             std::lock_guard lock(manager_mutex());
-            abandon(identifier);
+            close_identifier(identifier);
             destroy_unreported_requests(identifier);
             drop_events(identifier);
         }
@@ -158,7 +158,7 @@ int rdma_destroy_id(rdma_cm_id* id) {
 
 int rdma_migrate_id(rdma_cm_id* id, rdma_event_channel* channel) {
     return run_call("rdma_migrate_id", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || (identifier->is_synchronous && channel == nullptr)) {
             return EINVAL;
         }

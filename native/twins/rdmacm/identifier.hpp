@@ -24,8 +24,8 @@ enum class State { idle, bound, addr_resolved, route_resolved, connecting, disco
 // An event as the kernel would report it. rdma_get_cm_event converts it to the event that the program gets, and changes
 // the state of the queue pair if the event requires it.
 struct QueuedEvent {
-    Identifier* id = nullptr; // the identifier that the event is reported on; for a request, the listener
-    Identifier* new_id = nullptr;
+    Identifier* id = nullptr;     // the identifier that the event is reported on; for a request, the listener
+    Identifier* new_id = nullptr; // for a request, the identifier of the new connection
     rdma_cm_event_type type{};
     int status = 0;
     rdma_conn_param conn{};
@@ -49,7 +49,7 @@ struct PortClaim {
 };
 
 // A group that the identifier has joined.
-struct Multicast {
+struct JoinedGroup {
     IpAddress address;
     ibv_gid gid{};
     void* context = nullptr;
@@ -72,7 +72,7 @@ struct Identifier {
     bool is_synchronous = false; // the identifier owns its channel, and each call waits for its event
     // Counts the events that the program took, and the acknowledged events.
     std::shared_ptr<verbs::EventCounter> counter = std::make_shared<verbs::EventCounter>();
-    std::optional<LocalPort> local;
+    std::optional<LocalPort> local_port;
     CmDevice* pd_device = nullptr; // the device whose default protection domain the identifier uses
     ibv_gid remote_gid{};
     PortClaim claim;
@@ -82,9 +82,10 @@ struct Identifier {
     bool reuse_address = false;
     bool ipv6_only = false;
     // Used by a listener.
-    std::vector<std::pair<Fd, Token>> listeners;
+    std::vector<std::pair<Fd, Token>> listening_sockets;
     int free_backlog = 0; // number of requests that the backlog can still hold
-    // If this is not 0, the connection manager answers datagram requests (SIDR) with this number, and reports no event.
+    // If this is not 0, the connection manager answers datagram requests (SIDR) with this queue pair number, and
+    // reports no event.
     std::uint32_t automatic_qp_num = 0;
     // Used by an identifier with a connection. `responder_resources` and `initiator_depth` describe this side.
     std::shared_ptr<Connection> connection;
@@ -98,12 +99,12 @@ struct Identifier {
     // rdma_create_ep stores these for rdma_connect and rdma_get_request.
     std::unique_ptr<ibv_qp_init_attr> endpoint_attributes;
     std::string connect_data;
-    std::vector<Multicast> multicasts;
+    std::vector<JoinedGroup> joined_groups;
 };
 
 // Return the identifier of a public structure, or nullptr if the structure is not an identifier. If the identifier was
 // destroyed, end the process and print the stacks of its destruction and of this call.
-Identifier* get_id(rdma_cm_id* id);
+Identifier* get_identifier(rdma_cm_id* id);
 Channel* get_channel(rdma_event_channel* channel);
 
 // Create an identifier. Without a channel, the identifier is synchronous and gets a channel of its own. Return 0 or an
@@ -112,8 +113,8 @@ int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space 
                     Identifier** id);
 
 // Store the device or the source address in the identifier, as librdmacm does after it has queried the kernel.
-void set_local(Identifier* id, const LocalPort& local);
-void set_source(Identifier* id, const IpAddress& address, std::uint16_t port);
+void set_local_port(Identifier* id, const LocalPort& local_port);
+void set_source_address(Identifier* id, const IpAddress& address, std::uint16_t port);
 
 // Queue an event of the identifier. The caller holds the lock of the manager.
 void queue_event(Identifier* id, QueuedEvent event);

@@ -32,7 +32,7 @@ struct Timer {
 
 struct Manager {
     std::mutex mutex;
-    Fd epoll, wake;
+    Fd epoll_fd, wake_eventfd;
     Token last_token = 0;
     std::map<Token, Watch> watches;
     std::map<Token, Timer> timers;
@@ -51,7 +51,7 @@ void add_to_epoll(const Manager& manager, int fd, Token token) {
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = token;
-    if (epoll_ctl(manager.epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    if (epoll_ctl(manager.epoll_fd.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
         throw std::system_error(errno, std::generic_category());
     }
 }
@@ -59,20 +59,21 @@ void add_to_epoll(const Manager& manager, int fd, Token token) {
 // Run the expired timers and return the time until the next one in milliseconds, or -1 if there is none.
 int run_expired_timers(Manager* manager) {
     for (;;) {
-        const auto next = std::min_element(manager->timers.begin(), manager->timers.end(), [](auto& left, auto& right) {
-            return left.second.deadline < right.second.deadline;
-        });
-        if (next == manager->timers.end()) {
+        const auto next_timer =
+            std::min_element(manager->timers.begin(), manager->timers.end(),
+                             [](auto& left, auto& right) { return left.second.deadline < right.second.deadline; });
+        if (next_timer == manager->timers.end()) {
             return -1;
         }
         const auto now = Clock::now();
-        if (next->second.deadline > now) {
+        if (next_timer->second.deadline > now) {
             return static_cast<int>(
-                       std::chrono::duration_cast<std::chrono::milliseconds>(next->second.deadline - now).count()) +
+                       std::chrono::duration_cast<std::chrono::milliseconds>(next_timer->second.deadline - now)
+                           .count()) +
                    1;
         }
-        const auto on_expiry = std::move(next->second.on_expiry);
-        manager->timers.erase(next);
+        const auto on_expiry = std::move(next_timer->second.on_expiry);
+        manager->timers.erase(next_timer);
         on_expiry();
     }
 }
@@ -86,18 +87,20 @@ void run_manager() {
             std::lock_guard lock(manager.mutex);
             timeout_ms = run_expired_timers(&manager);
         }
-        const int count = epoll_wait(manager.epoll.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
+        const int count =
+            epoll_wait(manager.epoll_fd.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
         std::lock_guard lock(manager.mutex);
         for (int index = 0; index < count; ++index) {
             const Token token = events[static_cast<std::size_t>(index)].data.u64;
             if (token == wake_token) {
-                eventfd_t value = 0;
-                eventfd_read(manager.wake.get(), &value);
+                eventfd_t wake_count = 0;
+                eventfd_read(manager.wake_eventfd.get(), &wake_count);
                 continue;
             }
             // An earlier event of this round may have removed the watch.
             const auto entry = manager.watches.find(token);
             if (entry != manager.watches.end()) {
+                // Copy the function, because it may remove its own watch.
                 const auto on_readable = entry->second.on_readable;
                 on_readable();
             }
@@ -109,12 +112,12 @@ void start_if_needed(Manager* manager) {
     if (manager->is_started) {
         return;
     }
-    manager->epoll = Fd(epoll_create1(EPOLL_CLOEXEC));
-    manager->wake = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!manager->epoll || !manager->wake) {
+    manager->epoll_fd = Fd(epoll_create1(EPOLL_CLOEXEC));
+    manager->wake_eventfd = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!manager->epoll_fd || !manager->wake_eventfd) {
         throw std::system_error(errno, std::generic_category());
     }
-    add_to_epoll(*manager, manager->wake.get(), wake_token);
+    add_to_epoll(*manager, manager->wake_eventfd.get(), wake_token);
     start_signal_blocking_thread(run_manager).detach();
     manager->is_started = true;
 }
@@ -138,7 +141,7 @@ void unwatch(Token token) {
     Manager& manager = get_manager();
     const auto entry = manager.watches.find(token);
     if (entry != manager.watches.end()) {
-        epoll_ctl(manager.epoll.get(), EPOLL_CTL_DEL, entry->second.fd, nullptr);
+        epoll_ctl(manager.epoll_fd.get(), EPOLL_CTL_DEL, entry->second.fd, nullptr);
         manager.watches.erase(entry);
     }
 }
@@ -148,7 +151,7 @@ Token start_timer(std::chrono::milliseconds delay, std::function<void()> on_expi
     start_if_needed(&manager);
     const Token token = ++manager.last_token;
     manager.timers.emplace(token, Timer{Clock::now() + delay, std::move(on_expiry)});
-    eventfd_write(manager.wake.get(), 1);
+    eventfd_write(manager.wake_eventfd.get(), 1);
     return token;
 }
 

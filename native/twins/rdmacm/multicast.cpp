@@ -14,6 +14,7 @@ namespace gdrkit::twin::rdmacm {
 namespace {
 
 constexpr std::uint32_t multicast_qp_num = 0xffffff;
+// RDMA_CM_JOIN_MC_ATTR_ADDRESS and _JOIN_FLAGS, RDMA_MC_JOIN_FLAG_FULLMEMBER and _SENDONLY_FULLMEMBER of rdma_cma.h.
 constexpr unsigned join_attr_address = 1, join_attr_flags = 2;
 constexpr unsigned flag_full_member = 0, flag_send_only_full_member = 1;
 
@@ -24,7 +25,7 @@ ibv_gid make_group_gid(const IpAddress& address) {
 }
 
 int join_group(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, void* context) {
-    Identifier* const id = get_id(public_id);
+    Identifier* const id = get_identifier(public_id);
     if (id == nullptr || get_address_length(address) == 0 || !is_datagram(*id)) {
         return EINVAL;
     }
@@ -36,10 +37,10 @@ int join_group(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, v
     }
     const IpAddress group = get_ip(address);
     std::lock_guard lock(manager_mutex());
-    if ((id->state != State::bound && id->state != State::addr_resolved) || !id->local || !group.is_multicast()) {
+    if ((id->state != State::bound && id->state != State::addr_resolved) || !id->local_port || !group.is_multicast()) {
         return EINVAL;
     }
-    id->multicasts.push_back({group, make_group_gid(group), context, false});
+    id->joined_groups.push_back({group, make_group_gid(group), context, false});
     QueuedEvent event;
     event.type = RDMA_CM_EVENT_MULTICAST_JOIN;
     event.is_datagram = true;
@@ -58,9 +59,10 @@ int attach_to_group(Identifier* id, const IpAddress& address, void** context) {
     ibv_gid gid{};
     {
         std::lock_guard lock(manager_mutex());
-        const auto entry = std::find_if(id->multicasts.begin(), id->multicasts.end(),
-                                        [&](const Multicast& joined) { return joined.address == address; });
-        if (entry == id->multicasts.end()) {
+        const auto entry =
+            std::find_if(id->joined_groups.begin(), id->joined_groups.end(),
+                         [&](const JoinedGroup& joined_group) { return joined_group.address == address; });
+        if (entry == id->joined_groups.end()) {
             return 0; // the program has left the group meanwhile
         }
         *context = entry->context;
@@ -75,7 +77,7 @@ extern "C" {
 int rdma_join_multicast(rdma_cm_id* id, sockaddr* addr, void* context) {
     return run_call("rdma_join_multicast", [&] {
         const int error = join_group(id, addr, flag_full_member, context);
-        return error != 0 ? error : wait_if_synchronous(get_id(id));
+        return error != 0 ? error : wait_if_synchronous(get_identifier(id));
     });
 }
 
@@ -86,27 +88,28 @@ int rdma_join_multicast_ex(rdma_cm_id* id, rdma_cm_join_mc_attr_ex* attr, void* 
             return EINVAL;
         }
         const int error = join_group(id, attr->addr, attr->join_flags, context);
-        return error != 0 ? error : wait_if_synchronous(get_id(id));
+        return error != 0 ? error : wait_if_synchronous(get_identifier(id));
     });
 }
 
 int rdma_leave_multicast(rdma_cm_id* id, sockaddr* addr) {
     return run_call("rdma_leave_multicast", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || get_address_length(addr) == 0) {
             return EINVAL;
         }
         const IpAddress group = get_ip(addr);
-        Multicast left_group;
+        JoinedGroup left_group;
         {
             std::lock_guard lock(manager_mutex());
-            const auto entry = std::find_if(identifier->multicasts.begin(), identifier->multicasts.end(),
-                                            [&](const Multicast& joined) { return joined.address == group; });
-            if (entry == identifier->multicasts.end()) {
+            const auto entry =
+                std::find_if(identifier->joined_groups.begin(), identifier->joined_groups.end(),
+                             [&](const JoinedGroup& joined_group) { return joined_group.address == group; });
+            if (entry == identifier->joined_groups.end()) {
                 return EADDRNOTAVAIL;
             }
             left_group = *entry;
-            identifier->multicasts.erase(entry);
+            identifier->joined_groups.erase(entry);
         }
         return left_group.is_attached && id->qp != nullptr ? ibv_detach_mcast(id->qp, &left_group.gid, 0) : 0;
     });

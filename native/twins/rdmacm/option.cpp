@@ -1,4 +1,5 @@
-// rdma_set_option sets the options of identifiers. With one option, the program itself gives the route.
+// rdma_set_option sets options of an rdma_cm_id. RDMA_OPTION_IB_PATH replaces rdma_resolve_route: the program supplies
+// the path record.
 
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +12,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// Copy the value of an option. Return false if the value does not have exactly the size of this type.
+// Copy the value of an option. Return false if its length is not the size of `Value`.
 template <typename Value> bool read_value(const void* value, std::size_t length, Value* copy) {
     if (value == nullptr || length != sizeof *copy) {
         return false;
@@ -21,44 +22,44 @@ template <typename Value> bool read_value(const void* value, std::size_t length,
 }
 
 int set_id_option(Identifier* id, int option, const void* value, std::size_t length) {
-    std::uint8_t byte = 0;
-    int number = 0;
+    std::uint8_t ack_timeout = 0;
+    int enable = 0;
     switch (option) {
     case option_tos:
         return read_value(value, length, &id->tos) ? 0 : EINVAL;
     case option_reuseaddr:
-        if (!read_value(value, length, &number) || (number == 0 && id->state != State::idle)) {
+        if (!read_value(value, length, &enable) || (enable == 0 && id->state != State::idle)) {
             return EINVAL;
         }
-        id->reuse_address = number != 0;
+        id->reuse_address = enable != 0;
         return 0;
     case option_afonly:
-        if (!read_value(value, length, &number) || (id->state != State::idle && id->state != State::bound)) {
+        if (!read_value(value, length, &enable) || (id->state != State::idle && id->state != State::bound)) {
             return EINVAL;
         }
-        id->ipv6_only = number != 0;
+        id->ipv6_only = enable != 0;
         return 0;
     case option_ack_timeout:
         // The timeout belongs to reliable connections and has five bits.
-        if (!read_value(value, length, &byte) || is_datagram(*id) || byte > 31) {
+        if (!read_value(value, length, &ack_timeout) || is_datagram(*id) || ack_timeout > 31) {
             return EINVAL;
         }
-        id->ack_timeout = byte;
+        id->ack_timeout = ack_timeout;
         return 0;
     default:
         return ENOSYS;
     }
 }
 
-// Resolve the route with a path that the program got from a subnet administrator, instead of rdma_resolve_route. The
-// path must connect the identifier's two GIDs.
+// Resolve the route without rdma_resolve_route: the program supplies path records of the subnet administrator. The
+// first record must connect the identifier's two GIDs; the others are ignored.
 int set_path(Identifier* id, const void* value, std::size_t length) {
     if (value == nullptr || length == 0 || length % sizeof(ibv_path_data) != 0 || id->state != State::addr_resolved) {
         return EINVAL;
     }
     ibv_path_data path;
     std::memcpy(&path, value, sizeof path);
-    if (!is_same_gid(path.path.dgid, id->remote_gid) || !is_same_gid(path.path.sgid, id->local->gid())) {
+    if (!is_same_gid(path.path.dgid, id->remote_gid) || !is_same_gid(path.path.sgid, id->local_port->gid())) {
         return EINVAL;
     }
     if (const int error = resolve_route_now(id); error != 0) {
@@ -73,7 +74,7 @@ int set_path(Identifier* id, const void* value, std::size_t length) {
 
 extern "C" int rdma_set_option(rdma_cm_id* id, int level, int optname, void* optval, std::size_t optlen) {
     return run_call("rdma_set_option", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
         }

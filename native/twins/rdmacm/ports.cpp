@@ -2,6 +2,7 @@
 
 #include "rdmacm/ports.hpp"
 
+#include <netinet/in.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -60,47 +61,50 @@ std::string make_claim_name(rdma_port_space ps, std::uint16_t port, std::string_
 
 // Return all addresses that an identifier on this host can be bound to, each as the last part of a name.
 std::vector<std::string> list_specific_addresses(bool covers_ipv4, bool covers_ipv6) {
-    std::set<std::string> names;
+    std::set<std::string> address_texts;
     for (const IpAddress& address : list_host_addresses()) {
         if ((address.family == AF_INET && covers_ipv4) || (address.family == AF_INET6 && covers_ipv6)) {
-            names.insert(hash_address(address.bytes));
+            address_texts.insert(hash_address(address.bytes));
         }
     }
     int error = 0;
     for (const auto& device : get_cm_devices(&error)) {
         for (const ibv_gid_entry& entry : device->gids) {
-            names.insert(hash_address(entry.gid));
+            const bool is_ipv4 = IN6_IS_ADDR_V4MAPPED(reinterpret_cast<const in6_addr*>(entry.gid.raw));
+            if (is_ipv4 ? covers_ipv4 : covers_ipv6) {
+                address_texts.insert(hash_address(entry.gid));
+            }
         }
     }
-    return {names.begin(), names.end()};
+    return {address_texts.begin(), address_texts.end()};
 }
 
 // Return the last parts of the names of claims that conflict with a claim of this address.
-std::vector<std::string> list_conflicting_addresses(const IpAddress& address, std::string_view own_part) {
-    const bool covers_ipv4 = own_part == any_ipv4 || own_part == any_of_both;
-    const bool covers_ipv6 = own_part == any_ipv6 || own_part == any_of_both;
-    std::vector<std::string> conflicting_parts;
+std::vector<std::string> list_conflicting_addresses(const IpAddress& address, std::string_view own_address_text) {
+    const bool covers_ipv4 = own_address_text == any_ipv4 || own_address_text == any_of_both;
+    const bool covers_ipv6 = own_address_text == any_ipv6 || own_address_text == any_of_both;
+    std::vector<std::string> conflicting_texts;
     if (address.is_any()) {
-        conflicting_parts = list_specific_addresses(covers_ipv4, covers_ipv6);
+        conflicting_texts = list_specific_addresses(covers_ipv4, covers_ipv6);
     }
-    if (own_part != any_ipv4 && (covers_ipv4 || address.family == AF_INET)) {
-        conflicting_parts.emplace_back(any_ipv4);
+    if (own_address_text != any_ipv4 && (covers_ipv4 || address.family == AF_INET)) {
+        conflicting_texts.emplace_back(any_ipv4);
     }
-    if (own_part != any_ipv6 && (covers_ipv6 || address.family == AF_INET6)) {
-        conflicting_parts.emplace_back(any_ipv6);
+    if (own_address_text != any_ipv6 && (covers_ipv6 || address.family == AF_INET6)) {
+        conflicting_texts.emplace_back(any_ipv6);
     }
-    if (own_part != any_of_both) {
-        conflicting_parts.emplace_back(any_of_both);
+    if (own_address_text != any_of_both) {
+        conflicting_texts.emplace_back(any_of_both);
     }
-    return conflicting_parts;
+    return conflicting_texts;
 }
 
 // Lock a port against claims by other processes, because two concurrent claims would see each other's temporary names.
 // Wait for the lock at most one second, because a process that holds it may be stopped.
 Fd lock_port(rdma_port_space ps, std::uint16_t port) {
-    const std::string name = "cmlock." + make_port_text(ps, port);
+    const std::string lock_name = "cmlock." + make_port_text(ps, port);
     for (int attempt = 0; attempt < 1000; ++attempt) {
-        const int fd = listen_on(name);
+        const int fd = listen_on(lock_name);
         if (fd >= 0) {
             return Fd(fd);
         }
@@ -111,13 +115,14 @@ Fd lock_port(rdma_port_space ps, std::uint16_t port) {
 
 int claim_one_port(Identifier* id, const IpAddress& address, std::uint16_t port) {
     const Fd lock = lock_port(id->abi.ps, port);
-    const std::string own_part = make_address_text(*id, address);
-    Fd claim(listen_on(make_claim_name(id->abi.ps, port, own_part)));
+    const std::string own_address_text = make_address_text(*id, address);
+    Fd claim(listen_on(make_claim_name(id->abi.ps, port, own_address_text)));
     if (!claim) {
         return EADDRINUSE;
     }
-    for (const std::string& other : list_conflicting_addresses(address, own_part)) {
-        if (!Fd(listen_on(make_claim_name(id->abi.ps, port, other)))) {
+    // Take each conflicting name for a moment. If this fails, another identifier has claimed it.
+    for (const std::string& conflicting_text : list_conflicting_addresses(address, own_address_text)) {
+        if (!Fd(listen_on(make_claim_name(id->abi.ps, port, conflicting_text)))) {
             return EADDRINUSE;
         }
     }
@@ -138,9 +143,9 @@ int claim_port(Identifier* id, const IpAddress& address, std::uint16_t port) {
         return error;
     }
     for (int attempt = 0; attempt < max_port_attempts; ++attempt) {
-        const auto chosen = static_cast<std::uint16_t>(first_ephemeral_port + random_u64() % ephemeral_port_count);
-        if (claim_one_port(id, address, chosen) == 0) {
-            id->claim.port = chosen;
+        const auto chosen_port = static_cast<std::uint16_t>(first_ephemeral_port + random_u64() % ephemeral_port_count);
+        if (claim_one_port(id, address, chosen_port) == 0) {
+            id->claim.port = chosen_port;
             return 0;
         }
     }
@@ -165,7 +170,7 @@ std::vector<std::string> list_listener_names(const Identifier& id) {
             }
         }
     } else {
-        gids.insert(format_gid(id.local->gid()));
+        gids.insert(format_gid(id.local_port->gid()));
     }
     std::vector<std::string> names;
     for (const std::string& gid : gids) {

@@ -14,6 +14,8 @@ namespace {
 // The timeout of a request, 4.096 us * 2^18: the packet life time and the acknowledgement delay of the devices.
 constexpr std::uint8_t default_timeout = 18;
 
+// Move the queue pair to a state, with the attributes of the connection. The last two arguments replace the numbers of
+// the connection, unless they are max_responder_resources or max_initiator_depth.
 int move_to_state(Identifier* id, ibv_qp_state state, std::uint8_t responder_resources, std::uint8_t initiator_depth) {
     ibv_qp_attr attr{};
     int mask = 0;
@@ -33,7 +35,8 @@ int move_to_state(Identifier* id, ibv_qp_state state, std::uint8_t responder_res
     return ibv_modify_qp(id->abi.qp, &attr, mask);
 }
 
-int make_datagram_queue_ready(Identifier* id) {
+// Move a datagram queue pair from RESET to RTS.
+int make_datagram_pair_ready(Identifier* id) {
     ibv_qp_attr attr{};
     attr.qp_state = IBV_QPS_INIT;
     attr.port_num = id->abi.port_num;
@@ -45,7 +48,7 @@ int make_datagram_queue_ready(Identifier* id) {
     return error != 0 ? error : ibv_modify_qp(id->abi.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN);
 }
 
-void destroy_queues(rdma_cm_id* id) {
+void destroy_completion_queues(rdma_cm_id* id) {
     if (id->qp_type == IBV_QPT_XRC_RECV && id->srq != nullptr) {
         return; // the shared receive queue uses the completion queues
     }
@@ -63,28 +66,28 @@ void destroy_queues(rdma_cm_id* id) {
 }
 
 // Create a completion queue with its channel. Return 0 or an errno.
-int make_queue(rdma_cm_id* id, std::uint32_t entry_count, ibv_comp_channel** channel, ibv_cq** queue) {
+int make_completion_queue(rdma_cm_id* id, std::uint32_t entry_count, ibv_comp_channel** channel, ibv_cq** queue) {
     *channel = ibv_create_comp_channel(id->verbs);
     *queue = *channel == nullptr ? nullptr : ibv_create_cq(id->verbs, static_cast<int>(entry_count), id, *channel, 0);
     return *queue == nullptr ? errno : 0;
 }
 
 // Create the completion queues for which the program gave no queue. A size of 0 means that a queue exists.
-int make_queues(rdma_cm_id* id, std::uint32_t send_size, std::uint32_t receive_size) {
-    int error = receive_size == 0 ? 0 : make_queue(id, receive_size, &id->recv_cq_channel, &id->recv_cq);
+int make_completion_queues(rdma_cm_id* id, std::uint32_t send_size, std::uint32_t receive_size) {
+    int error = receive_size == 0 ? 0 : make_completion_queue(id, receive_size, &id->recv_cq_channel, &id->recv_cq);
     if (error == 0 && send_size != 0) {
-        error = make_queue(id, send_size, &id->send_cq_channel, &id->send_cq);
+        error = make_completion_queue(id, send_size, &id->send_cq_channel, &id->send_cq);
     }
     if (error != 0) {
-        destroy_queues(id);
+        destroy_completion_queues(id);
     }
     return error;
 }
 
 // Return the protection domain for a queue pair or a receive queue of the identifier; nullptr with errno set on
 // failure.
-ibv_pd* choose_pd(Identifier* id, ibv_pd* requested) {
-    ibv_pd* const pd = requested != nullptr ? requested : id->abi.pd;
+ibv_pd* choose_pd(Identifier* id, ibv_pd* requested_pd) {
+    ibv_pd* const pd = requested_pd != nullptr ? requested_pd : id->abi.pd;
     if (pd == nullptr || pd->context != id->abi.verbs) {
         errno = pd == nullptr ? ENOMEM : EINVAL;
         return nullptr;
@@ -92,9 +95,9 @@ ibv_pd* choose_pd(Identifier* id, ibv_pd* requested) {
     return pd;
 }
 
-ibv_xrcd* choose_xrc_domain(Identifier* id, ibv_xrcd* requested) {
+ibv_xrcd* choose_xrc_domain(Identifier* id, ibv_xrcd* requested_domain) {
     std::lock_guard lock(manager_mutex());
-    return requested != nullptr ? requested : get_default_xrc_domain(id->local->device);
+    return requested_domain != nullptr ? requested_domain : get_default_xrc_domain(id->local_port->device);
 }
 
 int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
@@ -120,7 +123,7 @@ int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
     attr->srq = attr->srq == nullptr ? abi.srq : attr->srq;
     const std::uint32_t send_size = attr->send_cq != nullptr || abi.send_cq != nullptr ? 0 : attr->cap.max_send_wr;
     const std::uint32_t receive_size = attr->recv_cq != nullptr || abi.recv_cq != nullptr ? 0 : attr->cap.max_recv_wr;
-    if (const int error = make_queues(&abi, send_size, receive_size); error != 0) {
+    if (const int error = make_completion_queues(&abi, send_size, receive_size); error != 0) {
         return error;
     }
     attr->send_cq = attr->send_cq == nullptr ? abi.send_cq : attr->send_cq;
@@ -129,14 +132,14 @@ int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
     int error = qp == nullptr ? errno : 0;
     if (error == 0) {
         abi.qp = qp;
-        error = is_datagram(*id) ? make_datagram_queue_ready(id) : move_to_state(id, IBV_QPS_INIT, 0, 0);
+        error = is_datagram(*id) ? make_datagram_pair_ready(id) : move_to_state(id, IBV_QPS_INIT, 0, 0);
         if (error != 0) {
             abi.qp = nullptr;
             ibv_destroy_qp(qp);
         }
     }
     if (error != 0) {
-        destroy_queues(&abi);
+        destroy_completion_queues(&abi);
         return error;
     }
     abi.pd = is_receive_only ? abi.pd : qp->pd;
@@ -151,7 +154,7 @@ int complete_xrc_attributes(Identifier* id, ibv_srq_init_attr_ex* attr) {
     }
     if ((attr->comp_mask & IBV_SRQ_INIT_ATTR_CQ) == 0 || attr->cq == nullptr) {
         // The queue may exist already, if the identifier has a queue pair.
-        const int error = id->abi.recv_cq != nullptr ? 0 : make_queues(&id->abi, 0, attr->attr.max_wr);
+        const int error = id->abi.recv_cq != nullptr ? 0 : make_completion_queues(&id->abi, 0, attr->attr.max_wr);
         if (error != 0) {
             return error;
         }
@@ -178,7 +181,7 @@ int create_receive_queue(Identifier* id, ibv_srq_init_attr_ex* attr) {
     ibv_srq* const srq = ibv_create_srq_ex(id->abi.verbs, attr);
     if (srq == nullptr) {
         const int error = errno;
-        destroy_queues(&id->abi);
+        destroy_completion_queues(&id->abi);
         return error;
     }
     id->abi.pd = id->abi.pd == nullptr ? attr->pd : id->abi.pd;
@@ -193,14 +196,14 @@ ibv_ah_attr make_path_to_remote(const Identifier& id) {
     path.is_global = 1;
     path.port_num = id.abi.port_num;
     path.grh.dgid = id.remote_gid;
-    path.grh.sgid_index = id.local->gid_index;
+    path.grh.sgid_index = id.local_port->gid_index;
     path.grh.hop_limit = 64;
     path.grh.traffic_class = id.tos;
     return path;
 }
 
 int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
-    if (!id.local) {
+    if (!id.local_port) {
         return EINVAL;
     }
     const ibv_qp_state state = attr->qp_state;
@@ -237,7 +240,7 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
         }
         *mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
         attr->ah_attr = make_path_to_remote(id);
-        attr->path_mtu = id.local->device->port.active_mtu;
+        attr->path_mtu = id.local_port->device->port.active_mtu;
         attr->dest_qp_num = id.remote_qp_num;
         attr->rq_psn = id.remote_psn;
         if (is_reliable) {
@@ -267,7 +270,7 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
     }
 }
 
-int make_ready(Identifier* id, std::uint8_t responder_resources, std::uint8_t initiator_depth) {
+int make_queue_pair_ready(Identifier* id, std::uint8_t responder_resources, std::uint8_t initiator_depth) {
     if (id->abi.qp == nullptr) {
         return 0;
     }
@@ -278,7 +281,7 @@ int make_ready(Identifier* id, std::uint8_t responder_resources, std::uint8_t in
 }
 
 int establish_active_side(Identifier* id) {
-    const int error = make_ready(id, max_responder_resources, max_initiator_depth);
+    const int error = make_queue_pair_ready(id, max_responder_resources, max_initiator_depth);
     std::lock_guard lock(manager_mutex());
     Connection* const connection = id->connection.get();
     if (error != 0 || connection == nullptr || connection->phase != Phase::received_reply) {
@@ -307,14 +310,14 @@ extern "C" {
 
 int rdma_create_qp_ex(rdma_cm_id* id, ibv_qp_init_attr_ex* qp_init_attr) {
     return run_call("rdma_create_qp_ex", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         return identifier == nullptr ? EINVAL : create_queue_pair(identifier, qp_init_attr);
     });
 }
 
 int rdma_create_qp(rdma_cm_id* id, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
     return run_call("rdma_create_qp", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
         }
@@ -335,53 +338,53 @@ int rdma_create_qp(rdma_cm_id* id, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
 }
 
 void rdma_destroy_qp(rdma_cm_id* id) {
-    if (get_id(id) != nullptr && id->qp != nullptr) {
+    if (get_identifier(id) != nullptr && id->qp != nullptr) {
         ibv_destroy_qp(id->qp);
         id->qp = nullptr;
-        destroy_queues(id);
+        destroy_completion_queues(id);
     }
 }
 
 int rdma_create_srq_ex(rdma_cm_id* id, ibv_srq_init_attr_ex* attr) {
     return run_call("rdma_create_srq_ex", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         return identifier == nullptr ? EINVAL : create_receive_queue(identifier, attr);
     });
 }
 
 int rdma_create_srq(rdma_cm_id* id, ibv_pd* pd, ibv_srq_init_attr* attr) {
     return run_call("rdma_create_srq", [&] {
-        Identifier* const identifier = get_id(id);
+        Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
         }
-        ibv_srq_init_attr_ex extended{};
-        extended.srq_context = attr->srq_context;
-        extended.attr = attr->attr;
-        extended.pd = pd;
-        extended.srq_type = id->qp_type == IBV_QPT_XRC_RECV ? IBV_SRQT_XRC : IBV_SRQT_BASIC;
-        extended.comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD;
-        const int error = create_receive_queue(identifier, &extended);
+        ibv_srq_init_attr_ex extended_attr{};
+        extended_attr.srq_context = attr->srq_context;
+        extended_attr.attr = attr->attr;
+        extended_attr.pd = pd;
+        extended_attr.srq_type = id->qp_type == IBV_QPT_XRC_RECV ? IBV_SRQT_XRC : IBV_SRQT_BASIC;
+        extended_attr.comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD;
+        const int error = create_receive_queue(identifier, &extended_attr);
         if (error == 0) {
-            attr->attr = extended.attr;
+            attr->attr = extended_attr.attr;
         }
         return error;
     });
 }
 
 void rdma_destroy_srq(rdma_cm_id* id) {
-    if (get_id(id) != nullptr && id->srq != nullptr) {
+    if (get_identifier(id) != nullptr && id->srq != nullptr) {
         ibv_destroy_srq(id->srq);
         id->srq = nullptr;
         if (id->qp == nullptr) {
-            destroy_queues(id);
+            destroy_completion_queues(id);
         }
     }
 }
 
 int rdma_init_qp_attr(rdma_cm_id* id, ibv_qp_attr* qp_attr, int* qp_attr_mask) {
     return run_call("rdma_init_qp_attr", [&] {
-        const Identifier* const identifier = get_id(id);
+        const Identifier* const identifier = get_identifier(id);
         std::lock_guard lock(manager_mutex());
         return identifier == nullptr ? EINVAL : fill_attributes(*identifier, qp_attr, qp_attr_mask);
     });

@@ -30,10 +30,10 @@ SocketTable& socket_table() {
     return *instance;
 }
 
-// An option that holds an int, with the names that select it.
+// An option that holds an int: the level and the name of setsockopt, and the member that stores it.
 struct NumberOption {
     int level, name;
-    int SocketOptions::*value;
+    int SocketOptions::*member;
 };
 
 constexpr NumberOption number_options[] = {
@@ -48,7 +48,7 @@ constexpr NumberOption number_options[] = {
 
 struct FlagOption {
     int level, name;
-    bool SocketOptions::*value;
+    bool SocketOptions::*member;
 };
 
 constexpr FlagOption flag_options[] = {
@@ -80,10 +80,10 @@ template <typename Value> int copy_value(const Value& source, void* value, sockl
 
 } // namespace
 
-std::shared_ptr<RdmaSocket> find_socket(int number) {
+std::shared_ptr<RdmaSocket> find_socket(int socket_number) {
     SocketTable& table = socket_table();
     std::lock_guard lock(table.mutex);
-    const auto entry = table.sockets.find(number);
+    const auto entry = table.sockets.find(socket_number);
     if (entry == table.sockets.end()) {
         errno = EBADF;
         return nullptr;
@@ -97,10 +97,10 @@ void add_socket(const std::shared_ptr<RdmaSocket>& socket) {
     table.sockets[socket->number()] = socket;
 }
 
-void remove_socket(int number) {
+void remove_socket(int socket_number) {
     SocketTable& table = socket_table();
     std::lock_guard lock(table.mutex);
-    table.sockets.erase(number);
+    table.sockets.erase(socket_number);
 }
 
 int RdmaSocket::open() {
@@ -115,7 +115,7 @@ int RdmaSocket::open() {
 }
 
 int RdmaSocket::bind(sockaddr* address, socklen_t length) {
-    if (address == nullptr || length < get_address_length(address) || address->sa_family != domain_) {
+    if (address == nullptr || length < get_address_length(address) || address->sa_family != address_family_) {
         return EINVAL;
     }
     return rdma_bind_addr(id_, address) == 0 ? 0 : errno;
@@ -135,7 +135,7 @@ int RdmaSocket::write_mapped(const void*, std::size_t, off_t, int, std::size_t*)
 
 int RdmaSocket::get_local_address(sockaddr* address, socklen_t* length) {
     sockaddr_storage storage = id_->route.addr.src_storage;
-    storage.ss_family = static_cast<sa_family_t>(domain_);
+    storage.ss_family = static_cast<sa_family_t>(address_family_);
     return copy_address(storage, address, length);
 }
 
@@ -166,27 +166,29 @@ int RdmaSocket::set_option(int level, int name, const void* value, socklen_t len
         options_.linger_s = lingering.l_linger;
         return 0;
     }
-    int number = 0;
-    if (value == nullptr || length < sizeof number) {
+    int option_value = 0;
+    if (value == nullptr || length < sizeof option_value) {
         return EINVAL;
     }
-    std::memcpy(&number, value, sizeof number);
+    std::memcpy(&option_value, value, sizeof option_value);
     for (const NumberOption& option : number_options) {
         if (option.level == level && option.name == name) {
-            if (number < 0) {
+            if (option_value < 0) {
                 return EINVAL;
             }
-            options_.*option.value = number;
+            options_.*option.member = option_value;
             return 0;
         }
     }
     for (const FlagOption& option : flag_options) {
         if (option.level == level && option.name == name) {
-            options_.*option.value = number != 0;
+            options_.*option.member = option_value != 0;
+            // Two of the options are also options of the identifier.
             const int id_option = name == SO_REUSEADDR && level == SOL_SOCKET ? option_reuseaddr
                                   : level == IPPROTO_IPV6                     ? option_afonly
                                                                               : -1;
-            return id_option < 0 || rdma_set_option(id_, option_level_id, id_option, &number, sizeof number) == 0
+            return id_option < 0 ||
+                           rdma_set_option(id_, option_level_id, id_option, &option_value, sizeof option_value) == 0
                        ? 0
                        : errno;
         }
@@ -208,12 +210,12 @@ int RdmaSocket::get_option(int level, int name, void* value, socklen_t* length) 
     }
     for (const NumberOption& option : number_options) {
         if (option.level == level && option.name == name) {
-            return copy_value(options_.*option.value, value, length);
+            return copy_value(options_.*option.member, value, length);
         }
     }
     for (const FlagOption& option : flag_options) {
         if (option.level == level && option.name == name) {
-            return copy_value(options_.*option.value ? 1 : 0, value, length);
+            return copy_value(options_.*option.member ? 1 : 0, value, length);
         }
     }
     return ENOTSUP;

@@ -47,7 +47,7 @@ struct SocketOptions {
 
 class RdmaSocket {
 public:
-    RdmaSocket(int domain, int type, const QueueSizes& sizes) : domain_(domain), type_(type), sizes_(sizes) {}
+    RdmaSocket(int domain, int type, const QueueSizes& sizes) : address_family_(domain), type_(type), sizes_(sizes) {}
     virtual ~RdmaSocket();
     RdmaSocket(const RdmaSocket&) = delete;
     RdmaSocket& operator=(const RdmaSocket&) = delete;
@@ -75,6 +75,7 @@ public:
     void drain_notifications();
     std::vector<int> list_wait_descriptors();
 
+    // Carry out riomap, riounmap and riowrite. Only stream rsockets support them.
     virtual int map(void* buffer, std::size_t length, int protection, off_t* offset);
     virtual int unmap(void* buffer, std::size_t length);
     virtual int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved_bytes);
@@ -148,7 +149,7 @@ protected:
     }
     int poll_descriptors();
 
-    const int domain_, type_;
+    const int address_family_, type_;
     const QueueSizes sizes_;
     rdma_event_channel* channel_ = nullptr;
     rdma_cm_id* id_ = nullptr;
@@ -169,9 +170,9 @@ private:
 };
 
 // Return the rsocket of this number, or nullptr with errno EBADF.
-std::shared_ptr<RdmaSocket> find_socket(int number);
+std::shared_ptr<RdmaSocket> find_socket(int socket_number);
 void add_socket(const std::shared_ptr<RdmaSocket>& socket);
-void remove_socket(int number);
+void remove_socket(int socket_number);
 
 std::shared_ptr<RdmaSocket> make_stream_socket(int domain);
 std::shared_ptr<RdmaSocket> make_datagram_socket(int domain);

@@ -15,31 +15,31 @@ namespace gdrkit::twin::rdmacm {
 namespace {
 
 // Run a call on the rsocket of this number. The body returns 0 or an errno.
-template <typename Body> int run_socket_call(std::string_view function, int number, Body&& body) {
+template <typename Body> int run_socket_call(std::string_view function, int socket_number, Body&& body) {
     return run_call(function, [&] {
-        const auto socket = find_socket(number);
+        const auto socket = find_socket(socket_number);
         return socket == nullptr ? EBADF : body(*socket);
     });
 }
 
 // Run a call that returns a number of bytes. The body stores this number, and returns 0 or an errno.
-template <typename Body> ssize_t run_bytes_call(std::string_view function, int number, Body&& body) {
+template <typename Body> ssize_t run_bytes_call(std::string_view function, int socket_number, Body&& body) {
     std::size_t moved_bytes = 0;
     const int result =
-        run_socket_call(function, number, [&](RdmaSocket& socket) { return body(socket, &moved_bytes); });
+        run_socket_call(function, socket_number, [&](RdmaSocket& socket) { return body(socket, &moved_bytes); });
     return result == 0 ? static_cast<ssize_t>(moved_bytes) : -1;
 }
 
-ssize_t send_parts(std::string_view function, int number, std::span<const iovec> parts, int flags,
+ssize_t send_parts(std::string_view function, int socket_number, std::span<const iovec> parts, int flags,
                    const sockaddr* destination = nullptr) {
-    return run_bytes_call(function, number, [&](RdmaSocket& socket, std::size_t* moved_bytes) {
+    return run_bytes_call(function, socket_number, [&](RdmaSocket& socket, std::size_t* moved_bytes) {
         return socket.send(parts, flags, const_cast<sockaddr*>(destination), moved_bytes);
     });
 }
 
-ssize_t receive_parts(std::string_view function, int number, std::span<const iovec> parts, int flags,
+ssize_t receive_parts(std::string_view function, int socket_number, std::span<const iovec> parts, int flags,
                       sockaddr* source = nullptr, socklen_t* source_length = nullptr) {
-    return run_bytes_call(function, number, [&](RdmaSocket& socket, std::size_t* moved_bytes) {
+    return run_bytes_call(function, socket_number, [&](RdmaSocket& socket, std::size_t* moved_bytes) {
         sockaddr_storage storage{};
         const int error = socket.receive(parts, flags, source == nullptr ? nullptr : &storage, moved_bytes);
         if (error == 0 && source != nullptr && source_length != nullptr) {
@@ -60,7 +60,7 @@ iovec make_iovec(const void* buffer, std::size_t length) {
 extern "C" {
 
 int rsocket(int domain, int type, int protocol) {
-    int number = -1;
+    int socket_number = -1;
     const int result = run_call("rsocket", [&] {
         const bool is_stream = type == SOCK_STREAM && (protocol == 0 || protocol == IPPROTO_TCP);
         const bool is_datagram = type == SOCK_DGRAM && (protocol == 0 || protocol == IPPROTO_UDP);
@@ -70,12 +70,12 @@ int rsocket(int domain, int type, int protocol) {
         const auto socket = is_stream ? make_stream_socket(domain) : make_datagram_socket(domain);
         const int error = socket->open();
         if (error == 0) {
-            number = socket->number();
+            socket_number = socket->number();
             add_socket(socket);
         }
         return error;
     });
-    return result == 0 ? number : -1;
+    return result == 0 ? socket_number : -1;
 }
 
 int rbind(int socket, const sockaddr* addr, socklen_t addrlen) {
@@ -89,7 +89,7 @@ int rlisten(int socket, int backlog) {
 }
 
 int raccept(int socket, sockaddr* addr, socklen_t* addrlen) {
-    int number = -1;
+    int socket_number = -1;
     const int result = run_socket_call("raccept", socket, [&](RdmaSocket& rdma_socket) {
         std::shared_ptr<RdmaSocket> accepted;
         const int error = rdma_socket.accept(&accepted);
@@ -99,11 +99,11 @@ int raccept(int socket, sockaddr* addr, socklen_t* addrlen) {
         if (addr != nullptr && addrlen != nullptr) {
             accepted->get_remote_address(addr, addrlen);
         }
-        number = accepted->number();
+        socket_number = accepted->number();
         add_socket(accepted);
         return 0;
     });
-    return result == 0 ? number : -1;
+    return result == 0 ? socket_number : -1;
 }
 
 int rconnect(int socket, const sockaddr* addr, socklen_t addrlen) {
@@ -209,10 +209,10 @@ int rfcntl(int socket, int cmd, ...) {
     va_start(arguments, cmd);
     const int argument = cmd == F_SETFL ? va_arg(arguments, int) : 0;
     va_end(arguments);
-    int value = 0;
+    int status_flags = 0;
     const int result = run_socket_call(
-        "rfcntl", socket, [&](RdmaSocket& rdma_socket) { return rdma_socket.control(cmd, argument, &value); });
-    return result == 0 ? value : -1;
+        "rfcntl", socket, [&](RdmaSocket& rdma_socket) { return rdma_socket.control(cmd, argument, &status_flags); });
+    return result == 0 ? status_flags : -1;
 }
 
 off_t riomap(int socket, void* buf, size_t len, int prot, int, off_t offset) {

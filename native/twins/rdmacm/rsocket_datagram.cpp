@@ -27,7 +27,7 @@ struct DatagramHeader {
     std::uint16_t port;   // host byte order
     std::array<std::uint8_t, 16> address;
 };
-constexpr std::uint32_t header_magic = 0x52534431;
+constexpr std::uint32_t header_magic = 0x52534431; // "1DSR" in memory
 
 class DatagramSocket final : public RdmaSocket {
 public:
@@ -57,7 +57,7 @@ private:
         sockaddr_storage source;
     };
 
-    bool is_connected() override { return peer_ != nullptr; }
+    bool is_connected() override { return connected_peer_ != nullptr; }
     void progress() override;
     int make_ready();
     void on_received(const ibv_wc& wc);
@@ -66,9 +66,9 @@ private:
     [[nodiscard]] DatagramHeader make_header() const;
 
     bool is_ready_ = false;
-    std::deque<Datagram> received_;
-    std::map<std::string, Peer> peers_; // by address and port
-    const Peer* peer_ = nullptr;        // the peer of a connected rsocket
+    std::deque<Datagram> received_datagrams_;
+    std::map<std::string, Peer> peers_;    // by address and port
+    const Peer* connected_peer_ = nullptr; // the destination that rconnect has set; nullptr: none
 };
 
 DatagramSocket::~DatagramSocket() {
@@ -88,20 +88,20 @@ int DatagramSocket::make_ready() {
     }
     if (get_address_length(&id_->route.addr.src_addr) == 0) {
         sockaddr_storage any_address{};
-        any_address.ss_family = static_cast<sa_family_t>(domain_);
+        any_address.ss_family = static_cast<sa_family_t>(address_family_);
         if (rdma_bind_addr(id_, reinterpret_cast<sockaddr*>(&any_address)) != 0) {
             return errno;
         }
     }
-    Identifier* const identifier = get_id(id_);
+    Identifier* const identifier = get_identifier(id_);
     if (id_->verbs == nullptr) {
         // An rsocket that is bound to no address uses the device of the loopback address.
         std::lock_guard lock(manager_mutex());
-        const auto local_port = find_local_port(make_loopback_address(domain_));
+        const auto local_port = find_local_port(make_loopback_address(address_family_));
         if (!local_port) {
             return ENODEV;
         }
-        set_local(identifier, *local_port);
+        set_local_port(identifier, *local_port);
     }
     if (const int error = make_queue_pair(); error != 0) {
         return error;
@@ -131,8 +131,8 @@ void DatagramSocket::on_received(const ibv_wc& wc) {
     IpAddress source;
     source.family = header.family;
     std::memcpy(source.bytes.raw, header.address.data(), header.address.size());
-    received_.push_back({slot, wc.byte_len - grh_bytes - sizeof header, {}});
-    store_address(&received_.back().source, source, header.port);
+    received_datagrams_.push_back({slot, wc.byte_len - grh_bytes - sizeof header, {}});
+    store_address(&received_datagrams_.back().source, source, header.port);
 }
 
 void DatagramSocket::progress() {
@@ -153,12 +153,11 @@ int DatagramSocket::resolve_peer(sockaddr* address, rdma_ud_param* parameters) {
         return errno;
     }
     rdma_conn_param request{};
-    const bool is_resolved = rdma_resolve_addr(id, nullptr, address, datagram_resolve_timeout_ms) == 0 &&
-                             rdma_resolve_route(id, datagram_resolve_timeout_ms) == 0 &&
-                             rdma_connect(id, &request) == 0;
+    const bool has_reply = rdma_resolve_addr(id, nullptr, address, datagram_resolve_timeout_ms) == 0 &&
+                           rdma_resolve_route(id, datagram_resolve_timeout_ms) == 0 && rdma_connect(id, &request) == 0;
     // rdma_connect sets errno to the status of the reply: 1 (IB_SIDR_UNSUPPORTED) means that there is no listener.
-    const int error = is_resolved ? 0 : (errno == 1 ? ECONNREFUSED : errno);
-    if (is_resolved) {
+    const int error = has_reply ? 0 : (errno == 1 ? ECONNREFUSED : errno);
+    if (has_reply) {
         *parameters = id->event->param.ud;
     }
     rdma_destroy_id(id);
@@ -166,7 +165,7 @@ int DatagramSocket::resolve_peer(sockaddr* address, rdma_ud_param* parameters) {
 }
 
 int DatagramSocket::find_peer(sockaddr* address, const Peer** peer) {
-    if (get_address_length(address) == 0 || address->sa_family != domain_) {
+    if (get_address_length(address) == 0 || address->sa_family != address_family_) {
         return EINVAL;
     }
     const std::string key = format_gid(get_ip(address).bytes) + std::to_string(get_port(address));
@@ -189,7 +188,7 @@ int DatagramSocket::find_peer(sockaddr* address, const Peer** peer) {
 int DatagramSocket::connect(sockaddr* address, socklen_t) {
     SocketLock lock(mutex_);
     int error = make_ready();
-    error = error != 0 ? error : find_peer(address, &peer_);
+    error = error != 0 ? error : find_peer(address, &connected_peer_);
     if (error == 0) {
         std::memcpy(&id_->route.addr.dst_storage, address, get_address_length(address));
     }
@@ -197,10 +196,11 @@ int DatagramSocket::connect(sockaddr* address, socklen_t) {
 }
 
 DatagramHeader DatagramSocket::make_header() const {
-    DatagramHeader header{header_magic, static_cast<std::uint16_t>(domain_), get_port(&id_->route.addr.src_addr), {}};
+    DatagramHeader header{
+        header_magic, static_cast<std::uint16_t>(address_family_), get_port(&id_->route.addr.src_addr), {}};
     IpAddress source = get_ip(&id_->route.addr.src_addr);
     if (source.is_any()) {
-        source = make_loopback_address(domain_);
+        source = make_loopback_address(address_family_);
     }
     std::memcpy(header.address.data(), source.bytes.raw, header.address.size());
     return header;
@@ -208,7 +208,7 @@ DatagramHeader DatagramSocket::make_header() const {
 
 int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved_bytes) {
     SocketLock lock(mutex_);
-    const Peer* peer = peer_;
+    const Peer* peer = connected_peer_;
     int error = make_ready();
     if (error == 0 && destination != nullptr) {
         error = find_peer(destination, &peer);
@@ -252,11 +252,11 @@ int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_st
                             std::size_t* moved_bytes) {
     SocketLock lock(mutex_);
     int error = make_ready();
-    error = error != 0 ? error : wait(&lock, is_nonblocking(flags), [this] { return !received_.empty(); });
+    error = error != 0 ? error : wait(&lock, is_nonblocking(flags), [this] { return !received_datagrams_.empty(); });
     if (error != 0) {
         return error;
     }
-    const Datagram datagram = received_.front();
+    const Datagram datagram = received_datagrams_.front();
     const std::uint8_t* bytes = get_receive_slot(datagram.slot) + grh_bytes + sizeof(DatagramHeader);
     for (const iovec& part : parts) {
         const std::size_t size_bytes = std::min(part.iov_len, datagram.size_bytes - *moved_bytes);
@@ -267,7 +267,7 @@ int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_st
         *source = datagram.source;
     }
     if ((flags & MSG_PEEK) == 0) {
-        received_.pop_front();
+        received_datagrams_.pop_front();
         post_receive(datagram.slot);
     }
     return 0;
@@ -287,7 +287,7 @@ short DatagramSocket::get_ready_events() {
     SocketLock lock(mutex_);
     make_ready();
     progress();
-    return static_cast<short>((received_.empty() ? 0 : POLLIN) | (free_send_slots_.empty() ? 0 : POLLOUT));
+    return static_cast<short>((received_datagrams_.empty() ? 0 : POLLIN) | (free_send_slots_.empty() ? 0 : POLLOUT));
 }
 
 } // namespace

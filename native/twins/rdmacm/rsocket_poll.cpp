@@ -95,7 +95,8 @@ int poll_until(PollSet* set, int timeout_ms) {
         int count = set->update_events();
         if (count == 0 && timeout_ms != 0) {
             set->arm();
-            count = set->update_events(); // finds changes before arm(), because they cause no notification
+            count =
+                set->update_events(); // finds changes that happened before arm(), because they cause no notification
         }
         if (count != 0) {
             return count;
@@ -144,11 +145,12 @@ int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, time
         return -1;
     }
     int count = 0;
-    const auto clear_unless_ready = [&](const pollfd& descriptor, fd_set* set, short requested, int ready) {
-        if ((descriptor.events & requested) == 0) {
+    const auto clear_unless_ready = [&](const pollfd& descriptor, fd_set* set, short requested_event,
+                                        int ready_events) {
+        if ((descriptor.events & requested_event) == 0) {
             return;
         }
-        if ((descriptor.revents & ready) != 0) {
+        if ((descriptor.revents & ready_events) != 0) {
             ++count;
         } else {
             FD_CLR(descriptor.fd, set);

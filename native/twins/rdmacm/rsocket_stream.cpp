@@ -13,7 +13,7 @@ namespace {
 
 // A Kind::credits message returns at least this number of credits (free data buffers). There are data_slot_count
 // credits in all, so at most four such messages are in flight.
-constexpr unsigned credit_batch = data_slot_count / 4;
+constexpr unsigned min_returned_credits = data_slot_count / 4;
 constexpr int close_timeout_ms = 10'000;
 // If data is still unread when the connection ends, POLLHUP is delayed by this time. On hardware, a program has usually
 // read the data before the peer closes, and rstream -T a depends on that order. With the twin, the program's CPU also
@@ -45,6 +45,7 @@ void StreamSocket::repost_receive(unsigned slot) {
     posted_receive_count_ += post_receive(slot) == 0 ? 1 : 0;
 }
 
+// Send a message and return the outstanding credits with it. A message without payload needs no send slot.
 int StreamSocket::post_message(Kind kind, const void* data, std::size_t size_bytes) {
     ibv_send_wr request{};
     request.opcode = IBV_WR_SEND_WITH_IMM;
@@ -60,7 +61,7 @@ int StreamSocket::post_message(Kind kind, const void* data, std::size_t size_byt
         error = post_slot(slot, size_bytes, &request);
     }
     if (error != 0) {
-        end(Stage::failed, error);
+        end_connection(Stage::failed, error);
         return error;
     }
     ++in_flight_send_count_;
@@ -69,12 +70,12 @@ int StreamSocket::post_message(Kind kind, const void* data, std::size_t size_byt
 }
 
 void StreamSocket::return_credits() {
-    if (stage_ == Stage::connected && !has_peer_left_ && credits_to_return_ >= credit_batch) {
+    if (stage_ == Stage::connected && !has_peer_left_ && credits_to_return_ >= min_returned_credits) {
         post_message(Kind::credits, nullptr, 0);
     }
 }
 
-void StreamSocket::end(Stage stage, int error) {
+void StreamSocket::end_connection(Stage stage, int error) {
     stage_ = stage;
     are_reads_ended_ = are_writes_ended_ = true;
     disconnect_time_ = std::chrono::steady_clock::now();
@@ -83,16 +84,16 @@ void StreamSocket::end(Stage stage, int error) {
 
 void StreamSocket::on_received(const ibv_wc& wc) {
     const auto slot = static_cast<unsigned>(wc.wr_id & 0xffffffffU);
-    const std::uint32_t immediate = ntohl(wc.imm_data);
-    const unsigned returned_credits = immediate & 0xffffU;
+    const std::uint32_t immediate_data = ntohl(wc.imm_data);
+    const unsigned returned_credits = immediate_data & 0xffffU;
     if ((wc.wc_flags & IBV_WC_WITH_IMM) == 0 || credits_ + returned_credits > data_slot_count) {
-        return end(Stage::failed, EPROTO);
+        return end_connection(Stage::failed, EPROTO);
     }
     credits_ += returned_credits;
-    switch (static_cast<Kind>(immediate >> 24)) {
+    switch (static_cast<Kind>(immediate_data >> 24)) {
     case Kind::data:
         if (wc.byte_len == 0) {
-            return end(Stage::failed, EPROTO);
+            return end_connection(Stage::failed, EPROTO);
         }
         received_.push_back({slot, 0, wc.byte_len});
         return;
@@ -100,18 +101,19 @@ void StreamSocket::on_received(const ibv_wc& wc) {
         break;
     case Kind::end_of_data:
         if (are_writes_ended_) {
-            return end(Stage::disconnected);
+            return end_connection(Stage::disconnected);
         }
         are_reads_ended_ = true;
         break;
     case Kind::disconnect:
-        return end(Stage::disconnected);
+        return end_connection(Stage::disconnected);
     case Kind::mapping:
     case Kind::removed_mapping:
-        on_mapping(get_receive_slot(slot), wc.byte_len, static_cast<Kind>(immediate >> 24) == Kind::removed_mapping);
+        on_mapping(get_receive_slot(slot), wc.byte_len,
+                   static_cast<Kind>(immediate_data >> 24) == Kind::removed_mapping);
         break;
     default:
-        return end(Stage::failed, EPROTO);
+        return end_connection(Stage::failed, EPROTO);
     }
     if ((stage_ == Stage::connecting || stage_ == Stage::connected) && !has_peer_left_) {
         repost_receive(slot);
@@ -138,7 +140,7 @@ void StreamSocket::take_completions() {
                 free_send_slots_.push_back(static_cast<unsigned>(wc.wr_id));
             }
             if (wc.status != IBV_WC_SUCCESS && stage_ == Stage::connected && !has_peer_left_) {
-                end(Stage::failed, EIO);
+                end_connection(Stage::failed, EIO);
             }
         }
     }
@@ -154,7 +156,7 @@ void StreamSocket::progress() {
     if (posted_receive_count_ == 0) {
         // The peer left without a message. The connection ends only now that all posted receives have completed, so
         // that no data that arrived is lost.
-        end(Stage::disconnected);
+        end_connection(Stage::disconnected);
     }
 }
 
@@ -220,6 +222,8 @@ int StreamSocket::send(std::span<const iovec> parts, int flags, sockaddr*, std::
     return *moved_bytes == 0 ? error : 0;
 }
 
+// Copy received bytes to the parts. Unless this is a peek, remove the bytes and post the emptied buffers again. Return
+// the number of copied bytes.
 std::size_t StreamSocket::copy_out(std::span<const iovec> parts, bool is_peek) {
     std::size_t copied_bytes = 0, index = 0;
     ReceivedMessage current_message = received_.empty() ? ReceivedMessage{} : received_.front();
@@ -305,13 +309,13 @@ void StreamSocket::end_directions(SocketLock* lock, int how) {
     if (post_message(ends_connection ? Kind::disconnect : Kind::end_of_data, nullptr, 0) != 0) {
         return;
     }
-    // Before the connection ends, wait until the peer has received all sent bytes. Wait also if the peer ends the
-    // connection at the same time.
+    // Before the connection ends, wait until the peer has received all sent bytes. A disconnect message of the peer
+    // does not end this wait.
     wait(
         lock, false, [this] { return in_flight_send_count_ == 0 || stage_ == Stage::failed || has_peer_left_; },
         close_timeout_ms);
     if (ends_connection && stage_ == Stage::connected) {
-        end(Stage::disconnected);
+        end_connection(Stage::disconnected);
     }
 }
 

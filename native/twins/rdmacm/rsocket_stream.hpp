@@ -35,8 +35,8 @@ public:
     int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved_bytes) override;
 
 private:
-    // A refused socket never got a connection. A failed socket lost its connection without a disconnect message of the
-    // peer.
+    // A refused socket never got a connection. A failed socket lost its connection because of an error, which SO_ERROR
+    // reports.
     enum class Stage { unconnected, listening, connecting, connected, disconnected, refused, failed };
 
     // The private data of the connection request and of the reply.
@@ -45,7 +45,8 @@ private:
         std::uint16_t version;
         std::uint16_t io_mapping_count;
     };
-    // The kind of a message is in its immediate data, together with the number of buffers that the sender returns.
+    // The kind of a message is in bits 24 to 31 of its immediate data. Bits 0 to 15 are the number of credits (free
+    // data buffers) that the sender of the message returns.
     enum class Kind : std::uint8_t { data = 1, credits, end_of_data, mapping, removed_mapping, disconnect };
     // A buffer of the peer, which write_mapped reaches by its offset.
     struct Mapping {
@@ -77,7 +78,7 @@ private:
     void on_mapping(const std::uint8_t* bytes, std::size_t size_bytes, bool is_removal);
     void on_connection_event(const rdma_cm_event& event);
     // Leave the connection. The next query of SO_ERROR reports the error, if there is one.
-    void end(Stage stage, int error = 0);
+    void end_connection(Stage stage, int error = 0);
     // End reads, writes or both, as shutdown(2) does with `how`, and tell the peer.
     void end_directions(SocketLock* lock, int how);
     // Wait until the connection is made or refused. Return 0, EAGAIN, EINTR or the reason of the refusal.
@@ -99,7 +100,7 @@ private:
     std::deque<ReceivedMessage> received_;
     std::vector<LocalMapping> local_mappings_;
     std::vector<Mapping> peer_mappings_;
-    unsigned peer_mapping_count_ = 0; // number of mappings that the peer can store
+    unsigned peer_mapping_limit_ = 0; // number of mappings that the peer can store
 };
 
 } // namespace gdrkit::twin::rdmacm

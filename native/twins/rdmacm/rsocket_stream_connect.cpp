@@ -13,7 +13,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-constexpr std::uint32_t greeting_magic = 0x52534b31;
+constexpr std::uint32_t greeting_magic = 0x52534b31; // "1KSR" in memory
 constexpr std::uint16_t greeting_version = 2;
 constexpr int stream_resolve_timeout_ms = 2000;
 
@@ -29,7 +29,7 @@ bool StreamSocket::read_greeting(const rdma_conn_param& parameters) {
         return false;
     }
     std::memcpy(&greeting, parameters.private_data, sizeof greeting);
-    peer_mapping_count_ = greeting.io_mapping_count;
+    peer_mapping_limit_ = greeting.io_mapping_count;
     return greeting.magic == greeting_magic && greeting.version == greeting_version;
 }
 
@@ -61,7 +61,7 @@ int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
                 return error;
             }
         }
-        auto socket = std::make_shared<StreamSocket>(domain_);
+        auto socket = std::make_shared<StreamSocket>(address_family_);
         rdma_cm_id* const id = event->id;
         const bool is_request = event->event == RDMA_CM_EVENT_CONNECT_REQUEST;
         const bool is_valid = is_request && socket->read_greeting(event->param.conn);
@@ -143,7 +143,7 @@ int StreamSocket::connect(sockaddr* address, socklen_t length) {
             return EINVAL;
         }
         if (const int error = request_connection(address); error != 0) {
-            end(Stage::refused, error);
+            end_connection(Stage::refused, error);
             return error;
         }
         if (is_nonblocking(0)) {
@@ -165,15 +165,15 @@ void StreamSocket::on_connection_event(const rdma_cm_event& event) {
             const bool is_active = event.param.conn.private_data_len != 0;
             stage_ = Stage::connected;
             if (is_active && !read_greeting(event.param.conn)) {
-                end(Stage::failed, EPROTO);
+                end_connection(Stage::failed, EPROTO);
             }
         }
         return;
     case RDMA_CM_EVENT_REJECTED:
-        return end(Stage::refused, ECONNREFUSED);
+        return end_connection(Stage::refused, ECONNREFUSED);
     case RDMA_CM_EVENT_UNREACHABLE:
     case RDMA_CM_EVENT_CONNECT_ERROR:
-        return end(Stage::refused, event.status < 0 ? -event.status : ECONNREFUSED);
+        return end_connection(Stage::refused, event.status < 0 ? -event.status : ECONNREFUSED);
     case RDMA_CM_EVENT_DISCONNECTED:
         // If the peer sent no disconnect message before, it was killed. rdma_disconnect moves the queue pair to the
         // error state, so every posted receive completes. progress() waits for these completions.

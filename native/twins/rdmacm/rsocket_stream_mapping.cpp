@@ -8,10 +8,11 @@
 
 namespace gdrkit::twin::rdmacm {
 
+// Handle a message about a buffer that the peer has mapped or unmapped.
 void StreamSocket::on_mapping(const std::uint8_t* bytes, std::size_t size_bytes, bool is_removal) {
     Mapping mapping{};
     if (size_bytes != sizeof mapping) {
-        return end(Stage::failed, EPROTO);
+        return end_connection(Stage::failed, EPROTO);
     }
     std::memcpy(&mapping, bytes, sizeof mapping);
     std::erase_if(peer_mappings_, [&](const Mapping& peer_mapping) { return peer_mapping.offset == mapping.offset; });
@@ -20,7 +21,7 @@ void StreamSocket::on_mapping(const std::uint8_t* bytes, std::size_t size_bytes,
     }
     const bool has_overflow = mapping.offset + mapping.length_bytes < mapping.offset;
     if (has_overflow || peer_mappings_.size() >= static_cast<std::size_t>(options_.io_mapping_count)) {
-        return end(Stage::failed, EPROTO);
+        return end_connection(Stage::failed, EPROTO);
     }
     peer_mappings_.push_back(mapping);
 }
@@ -34,8 +35,10 @@ int StreamSocket::map(void* buffer, std::size_t length, int protection, off_t* o
     if ((protection & ~writable) != 0 || stage_ != Stage::connected) {
         return EINVAL;
     }
+    // With PROT_WRITE, the peer may write to the buffer and is told its address. Otherwise the buffer is only
+    // registered.
     const bool is_remote = (protection & writable) != 0;
-    if (is_remote && local_mappings_.size() >= peer_mapping_count_) {
+    if (is_remote && local_mappings_.size() >= peer_mapping_limit_) {
         return ENOMEM;
     }
     const int access = IBV_ACCESS_LOCAL_WRITE | (is_remote ? IBV_ACCESS_REMOTE_WRITE : 0);

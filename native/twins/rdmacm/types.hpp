@@ -44,10 +44,11 @@ enum rdma_port_space : unsigned {
 
 // The queue key of unreliable datagram queue pairs that have a port, and of multicast groups.
 inline constexpr std::uint32_t udp_qkey = 0x01234567;
-// In a call these values request the largest number that the device allows.
+// RDMA_MAX_RESP_RES and RDMA_MAX_INIT_DEPTH. In a call these values request the largest number that the device allows.
 inline constexpr std::uint8_t max_responder_resources = 0xff;
 inline constexpr std::uint8_t max_initiator_depth = 0xff;
 
+// The levels and options of rdma_set_option (RDMA_OPTION_*), and the flags of rdma_getaddrinfo (RAI_*).
 inline constexpr int option_level_id = 0, option_level_ib = 1;
 inline constexpr int option_tos = 0, option_reuseaddr = 1, option_afonly = 2, option_ack_timeout = 3;
 inline constexpr int option_ib_path = 1;

@@ -8,7 +8,7 @@
 
 namespace gdrkit::twin::rdmacm::wire {
 
-inline constexpr std::uint32_t magic = 0x4d434431;
+inline constexpr std::uint32_t magic = 0x4d434431; // "1DCM" in memory
 inline constexpr std::uint16_t version = 1;
 
 // The messages of the InfiniBand communication manager with the same roles: REQ, REP, RTU, REJ, DREQ, DREP, SIDR_REQ

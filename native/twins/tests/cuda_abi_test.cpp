@@ -199,7 +199,7 @@ CHECK_OFFSET(AccessDescription, flags, CUmemAccessDesc, flags);
 CHECK_SIZE(PoolProperties, CUmemPoolProps);
 CHECK_OFFSET(PoolProperties, location, CUmemPoolProps, location);
 
-// Added by later releases of CUDA 12 and 13.
+// Headers before CUDA 13.0 lack some of these names.
 #if CUDA_VERSION >= 13000
 CHECK_VALUE(driver_version, 13000);
 CHECK_VALUE(location_host, CU_MEM_LOCATION_TYPE_HOST);
@@ -216,6 +216,7 @@ CHECK_OFFSET(PoolProperties, usage, CUmemPoolProps, usage);
 CHECK_SIZE(ContextParameters, CUctxCreateParams);
 CHECK_OFFSET(ContextParameters, cig, CUctxCreateParams, cigParams);
 #endif
+// Other versions of CUDA have other numbers of limits and attributes.
 #if CUDA_VERSION == 13000
 CHECK_VALUE(limit_count, CU_LIMIT_MAX);
 CHECK_VALUE(device_attribute_last, CU_DEVICE_ATTRIBUTE_MAX - 1);

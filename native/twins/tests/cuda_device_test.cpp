@@ -14,7 +14,7 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-// Run the body in a child process with this environment variable.
+// Run `body` in a child process with the environment variable `variable` set to `value`.
 template <typename Body> void run_with_variable(const char* variable, const char* value, Body&& body) {
     const int status = run_in_child([&] {
         setenv(variable, value, 1);
@@ -23,9 +23,9 @@ template <typename Body> void run_with_variable(const char* variable, const char
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-int query_attribute(int number, int device = 0) {
+int query_attribute(int attribute, int device = 0) {
     int value = -99;
-    EXPECT_SUCCESS("cuDeviceGetAttribute", &value, number, device);
+    EXPECT_SUCCESS("cuDeviceGetAttribute", &value, attribute, device);
     return value;
 }
 
@@ -41,35 +41,39 @@ void test_environment_sets_device_count() {
     });
 }
 
-// Return the UUID as nvidia-smi prints it, GPU-...
+// Return the UUID of a device in the form that nvidia-smi prints: GPU- and five groups of hexadecimal digits.
 std::string format_uuid(int device) {
     Uuid uuid{};
     EXPECT_SUCCESS("cuDeviceGetUuid_v2", &uuid, device);
-    std::string text = "GPU-";
+    std::string uuid_text = "GPU-";
     for (int byte = 0; byte < 16; ++byte) {
-        char digits[4];
-        std::snprintf(digits, sizeof digits, "%s%02x", byte == 4 || byte == 6 || byte == 8 || byte == 10 ? "-" : "",
+        char hex_digits[4];
+        std::snprintf(hex_digits, sizeof hex_digits, "%s%02x",
+                      byte == 4 || byte == 6 || byte == 8 || byte == 10 ? "-" : "",
                       static_cast<unsigned char>(uuid.bytes[byte]));
-        text += digits;
+        uuid_text += hex_digits;
     }
-    return text;
+    return uuid_text;
 }
 
-void expect_visible(const std::string& value, const std::vector<std::string>& uuids) {
+// Check that a process with this value of CUDA_VISIBLE_DEVICES has exactly the devices with these UUIDs.
+void expect_visible(const std::string& value, const std::vector<std::string>& expected_uuids) {
     run_with_variable("CUDA_VISIBLE_DEVICES", value.c_str(), [&] {
         EXPECT_SUCCESS("cuInit", 0U);
         int count = -1;
         EXPECT_SUCCESS("cuDeviceGetCount", &count);
-        CHECK(count == static_cast<int>(uuids.size()));
+        CHECK(count == static_cast<int>(expected_uuids.size()));
         for (int device = 0; device < count; ++device) {
-            CHECK(format_uuid(device) == uuids[static_cast<std::size_t>(device)]);
+            CHECK(format_uuid(device) == expected_uuids[static_cast<std::size_t>(device)]);
         }
         EXPECT_RESULT(invalid_device, "cuDeviceGet", &count, count);
     });
 }
 
-// The results for one device were observed on an H200 with driver 580.159.
+// For values that make at most one device visible, the expected results were observed on an H200 with driver 580.159.
 void test_visible_devices_select_and_order() {
+    // A child process reports the UUIDs of both devices, because this process must not call cuInit before the later
+    // forks.
     std::string first_uuid, second_uuid;
     int sockets[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
@@ -86,16 +90,20 @@ void test_visible_devices_select_and_order() {
     close(sockets[0]);
     close(sockets[1]);
 
+    // An invalid first entry hides all devices.
     for (const char* value : {"", "-1", "2,0", "GPU-", "GPU", "abc", ",0", "-1,0", "NoDevFiles", "MIG-"}) {
         run_with_variable("CUDA_VISIBLE_DEVICES", value, [] { EXPECT_RESULT(no_device, "cuInit", 0U); });
     }
+    // No device may occur twice.
     for (const std::string& value : {std::string("0,0"), std::string("1,0,1"), first_uuid + "," + first_uuid}) {
         run_with_variable("CUDA_VISIBLE_DEVICES", value.c_str(), [] { EXPECT_RESULT(invalid_device, "cuInit", 0U); });
     }
+    // The first invalid entry ends the list. The number of an entry ends at the first character that is not a digit.
     for (const char* value : {"0", "0,2", " 0", "0 ", "+0", "0x0", "00", "-0", "0abc", "0;1", "0,", "0,-1", "0,abc",
                               "0,,1", "4294967296"}) {
         expect_visible(value, {first_uuid});
     }
+    // An entry may also be a UUID: shortened, in upper case, without hyphens, or with other characters behind it.
     std::string upper_case_uuid = first_uuid, compact_uuid = first_uuid;
     std::ranges::transform(upper_case_uuid.begin() + 4, upper_case_uuid.end(), upper_case_uuid.begin() + 4,
                            [](char c) { return static_cast<char>(std::toupper(static_cast<unsigned char>(c))); });
@@ -111,16 +119,17 @@ void test_visible_devices_select_and_order() {
 }
 
 void test_devices_have_distinct_ids() {
-    char name[32] = {}, first_bus[16] = {}, second_bus[16] = {};
+    char name[32] = {}, first_bus_id[16] = {}, second_bus_id[16] = {};
     EXPECT_SUCCESS("cuDeviceGetName", name, 32, 0);
     CHECK(std::string(name) == "gdrkit twin GPU");
-    EXPECT_SUCCESS("cuDeviceGetPCIBusId", first_bus, 16, 0);
-    EXPECT_SUCCESS("cuDeviceGetPCIBusId", second_bus, 16, 1);
-    CHECK(std::string(first_bus) != second_bus);
-    EXPECT_RESULT(invalid_value, "cuDeviceGetPCIBusId", first_bus, 5, 0);
+    EXPECT_SUCCESS("cuDeviceGetPCIBusId", first_bus_id, 16, 0);
+    EXPECT_SUCCESS("cuDeviceGetPCIBusId", second_bus_id, 16, 1);
+    CHECK(std::string(first_bus_id) != second_bus_id);
+    EXPECT_RESULT(invalid_value, "cuDeviceGetPCIBusId", first_bus_id, 5, 0); // 5 bytes are too few
     int device = -1;
-    EXPECT_SUCCESS("cuDeviceGetByPCIBusId", &device, static_cast<const char*>(second_bus));
+    EXPECT_SUCCESS("cuDeviceGetByPCIBusId", &device, static_cast<const char*>(second_bus_id));
     CHECK(device == 1);
+    // The devices have the bus ids 0000:a0:00.0 and 0000:a1:00.0. The domain and the function may be omitted.
     EXPECT_SUCCESS("cuDeviceGetByPCIBusId", &device, "a0:00.0");
     CHECK(device == 0);
     EXPECT_SUCCESS("cuDeviceGetByPCIBusId", &device, "0000:a1:00");
@@ -146,17 +155,18 @@ void test_attributes_have_expected_values() {
     CHECK(query_attribute(device_dmabuf_supported) == 1 && query_attribute(device_gpu_direct_rdma_supported) == 1);
     CHECK(query_attribute(device_gpu_direct_rdma_with_vmm_supported) == 1 &&
           query_attribute(device_flush_writes_options) == 1);
+    // 100 is CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER.
     CHECK(query_attribute(device_writes_ordering) == 100 && query_attribute(device_posix_fd_handles_supported) == 1);
     CHECK(query_attribute(device_fabric_handles_supported) == 0 && query_attribute(device_multicast_supported) == 0);
     CHECK(query_attribute(device_unified_addressing) == 1 && query_attribute(device_vmm_supported) == 1);
     CHECK(query_attribute(device_memory_pools_supported) == 1 && query_attribute(device_compute_capability_major) == 9);
     CHECK(query_attribute(device_pci_bus_id, 1) == query_attribute(device_pci_bus_id, 0) + 1);
-    for (int number = 1; number <= device_attribute_last; ++number) {
-        query_attribute(number);
+    for (int attribute = 1; attribute <= device_attribute_last; ++attribute) {
+        query_attribute(attribute);
     }
     int value = 0, major = 0, minor = -1;
     EXPECT_RESULT(invalid_value, "cuDeviceGetAttribute", &value, 0, 0);
-    EXPECT_RESULT(invalid_value, "cuDeviceGetAttribute", &value, 148, 0);
+    EXPECT_RESULT(invalid_value, "cuDeviceGetAttribute", &value, 148, 0); // the last attribute is 147
     EXPECT_RESULT(invalid_device, "cuDeviceGetAttribute", &value, 1, 9);
     EXPECT_RESULT(invalid_device, "cuDeviceGet", &value, 2);
     EXPECT_SUCCESS("cuDeviceComputeCapability", &major, &minor, 0);
@@ -167,19 +177,20 @@ void test_attributes_have_expected_values() {
 }
 
 void test_peer_access_needs_two_devices() {
-    int can_access = -1;
-    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &can_access, 0, 1);
-    CHECK(can_access == 1);
-    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &can_access, 0, 0);
-    CHECK(can_access == 0);
-    EXPECT_SUCCESS("cuDeviceGetP2PAttribute", &can_access, static_cast<int>(p2p_access_supported), 0, 1);
-    CHECK(can_access == 1);
-    EXPECT_RESULT(invalid_device, "cuDeviceGetP2PAttribute", &can_access, static_cast<int>(p2p_access_supported), 0, 0);
+    int has_access = -1;
+    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &has_access, 0, 1);
+    CHECK(has_access == 1);
+    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &has_access, 0, 0);
+    CHECK(has_access == 0);
+    EXPECT_SUCCESS("cuDeviceGetP2PAttribute", &has_access, static_cast<int>(p2p_access_supported), 0, 1);
+    CHECK(has_access == 1);
+    EXPECT_RESULT(invalid_device, "cuDeviceGetP2PAttribute", &has_access, static_cast<int>(p2p_access_supported), 0, 0);
 }
 
 } // namespace
 
 int main() {
+    // The first two tests fork, so they must run before cuInit.
     test_environment_sets_device_count();
     test_visible_devices_select_and_order();
     EXPECT_SUCCESS("cuInit", 0U);

@@ -39,15 +39,15 @@ inline void* driver() {
 // Call a function of the driver by name. The arguments must have the types of the API: lengths, addresses and handles
 // are u64.
 template <typename... Arguments> int call_driver(const char* symbol, Arguments... arguments) {
-    void* const entry = dlsym(driver(), symbol);
-    if (entry == nullptr) {
+    void* const function_address = dlsym(driver(), symbol);
+    if (function_address == nullptr) {
         std::fprintf(stderr, "%s is not exported\n", symbol);
         std::exit(1);
     }
-    return reinterpret_cast<int (*)(Arguments...)>(entry)(arguments...);
+    return reinterpret_cast<int (*)(Arguments...)>(function_address)(arguments...);
 }
 
-// Check that a function returns this code.
+// Call a function of the driver by name, and check that it returns `code`.
 #define EXPECT_RESULT(code, ...)                                                                                       \
     do {                                                                                                               \
         const int result_ = call_driver(__VA_ARGS__);                                                                  \
@@ -75,22 +75,23 @@ inline u64 allocate(u64 length_bytes) {
 }
 
 inline u64 query_buffer_id(u64 pointer) {
-    u64 id = 0;
-    EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&id), static_cast<int>(pointer_buffer_id), pointer);
-    return id;
+    u64 buffer_id = 0;
+    EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&buffer_id), static_cast<int>(pointer_buffer_id),
+                   pointer);
+    return buffer_id;
 }
 
 inline u64 query_free_memory() {
-    u64 free = 0, total = 0;
-    EXPECT_SUCCESS("cuMemGetInfo_v2", &free, &total);
-    return free;
+    u64 free_bytes = 0, total_bytes = 0;
+    EXPECT_SUCCESS("cuMemGetInfo_v2", &free_bytes, &total_bytes);
+    return free_bytes;
 }
 
-// Wait until the device has this much free memory. Return false after a timeout. Memory may be freed late, because a
-// thread that passes a descriptor to another process closes its own copy of the descriptor only afterwards.
-inline bool wait_for_free_memory(u64 length_bytes) {
+// Wait until the device has exactly `expected_bytes` of free memory. Return false after a timeout. Memory may become
+// free late: a thread that sends a descriptor of the memory to another process closes its own copy only after the send.
+inline bool wait_for_free_memory(u64 expected_bytes) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (query_free_memory() != length_bytes) {
+    while (query_free_memory() != expected_bytes) {
         if (std::chrono::steady_clock::now() > deadline) {
             return false;
         }
@@ -99,13 +100,13 @@ inline bool wait_for_free_memory(u64 length_bytes) {
     return true;
 }
 
-inline void write_device(u64 to, const std::vector<unsigned char>& bytes) {
-    EXPECT_SUCCESS("cuMemcpyHtoD_v2", to, static_cast<const void*>(bytes.data()), u64{bytes.size()});
+inline void write_device(u64 to_address, const std::vector<unsigned char>& bytes) {
+    EXPECT_SUCCESS("cuMemcpyHtoD_v2", to_address, static_cast<const void*>(bytes.data()), u64{bytes.size()});
 }
 
-inline std::vector<unsigned char> read_device(u64 from, std::size_t length_bytes) {
+inline std::vector<unsigned char> read_device(u64 from_address, std::size_t length_bytes) {
     std::vector<unsigned char> bytes(length_bytes);
-    EXPECT_SUCCESS("cuMemcpyDtoH_v2", static_cast<void*>(bytes.data()), from, u64{length_bytes});
+    EXPECT_SUCCESS("cuMemcpyDtoH_v2", static_cast<void*>(bytes.data()), from_address, u64{length_bytes});
     return bytes;
 }
 

@@ -1,5 +1,5 @@
-// Test of the software twin of libcuda: a program may call the driver until it exits. Destructors of static objects run
-// after the thread-local data of the main thread was destroyed, which includes the context stack.
+// Test of the software twin of libcuda: destructors of static objects may call the driver while the program exits. They
+// run after the C++ runtime destroyed the thread-local data of the main thread, which include the context stack.
 #include "cuda_driver.hpp"
 
 using namespace gdrkit::twin::cuda;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr unsigned interprocess_flags = event_interprocess | event_disable_timing;
 // Messages between the processes.
-constexpr char is_recorded = 'r', may_continue = 'c';
+constexpr char event_was_recorded = 'r', may_continue = 'c';
 
 // Blocks a stream until open() is called.
 class Gate {
@@ -38,20 +38,21 @@ Handle create_event(unsigned flags) {
     return event;
 }
 
-// The other process runs this function. It creates the event.
+// The other process, the owner of the event, runs this function.
 int run_owner(int socket) {
     init_device();
     Handle stream = 0, opened_event = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);
     const Handle event = create_event(interprocess_flags);
-    IpcHandle handle{};
-    EXPECT_SUCCESS("cuIpcGetEventHandle", &handle, event);
-    EXPECT_RESULT(invalid_context, "cuIpcOpenEventHandle", &opened_event, handle);
-    send_value(socket, handle);
+    IpcHandle event_handle{};
+    EXPECT_SUCCESS("cuIpcGetEventHandle", &event_handle, event);
+    // A process cannot open a handle of its own event.
+    EXPECT_RESULT(invalid_context, "cuIpcOpenEventHandle", &opened_event, event_handle);
+    send_value(socket, event_handle);
     Gate gate(stream);
     EXPECT_SUCCESS("cuEventRecord", event, stream);
     EXPECT_RESULT(not_ready, "cuEventQuery", event);
-    send_value(socket, is_recorded);
+    send_value(socket, event_was_recorded);
     receive_value<char>(socket); // the importer has checked that the record is not done
     gate.open();
     receive_value<char>(socket); // the importer has recorded the event behind a gate
@@ -60,10 +61,10 @@ int run_owner(int socket) {
     EXPECT_SUCCESS("cuStreamWaitEvent", stream, event, 0U);
     EXPECT_SUCCESS("cuStreamSynchronize", stream);
     EXPECT_SUCCESS("cuEventQuery", event);
-    // The test kills this process while it records.
+    // The importer kills this process while the record of the event is not done.
     Gate closed_gate(stream);
     EXPECT_SUCCESS("cuEventRecord", event, stream);
-    send_value(socket, is_recorded);
+    send_value(socket, event_was_recorded);
     receive_value<char>(socket);
     return 1;
 }
@@ -72,13 +73,13 @@ void test_processes_wait_for_each_other() {
     Peer owner;
     const int socket = owner.socket();
     init_device();
-    const auto handle = receive_value<IpcHandle>(socket);
+    const auto event_handle = receive_value<IpcHandle>(socket);
     Handle event = 0, stream = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);
-    EXPECT_SUCCESS("cuIpcOpenEventHandle", &event, handle);
-    IpcHandle exported_again{};
-    EXPECT_RESULT(invalid_handle, "cuIpcGetEventHandle", &exported_again, event);
-    CHECK(receive_value<char>(socket) == is_recorded);
+    EXPECT_SUCCESS("cuIpcOpenEventHandle", &event, event_handle);
+    IpcHandle unused_handle{};
+    EXPECT_RESULT(invalid_handle, "cuIpcGetEventHandle", &unused_handle, event);
+    CHECK(receive_value<char>(socket) == event_was_recorded);
     EXPECT_RESULT(not_ready, "cuEventQuery", event);
     EXPECT_SUCCESS("cuStreamWaitEvent", stream, event, 0U);
     EXPECT_RESULT(not_ready, "cuStreamQuery", stream);
@@ -87,15 +88,15 @@ void test_processes_wait_for_each_other() {
     EXPECT_SUCCESS("cuStreamSynchronize", stream);
     Gate gate(stream);
     EXPECT_SUCCESS("cuEventRecord", event, stream);
-    send_value(socket, is_recorded);
+    send_value(socket, event_was_recorded);
     CHECK(receive_value<char>(socket) == may_continue);
     gate.open();
-    CHECK(receive_value<char>(socket) == is_recorded);
+    CHECK(receive_value<char>(socket) == event_was_recorded);
     EXPECT_RESULT(not_ready, "cuEventQuery", event);
     // Unfinished work of a process that has ended does not block other processes.
     owner.kill_and_wait();
     EXPECT_SUCCESS("cuEventSynchronize", event);
-    EXPECT_RESULT(invalid_handle, "cuIpcOpenEventHandle", &event, handle);
+    EXPECT_RESULT(invalid_handle, "cuIpcOpenEventHandle", &event, event_handle);
     EXPECT_SUCCESS("cuEventDestroy_v2", event);
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
@@ -103,6 +104,7 @@ void test_processes_wait_for_each_other() {
 void test_invalid_arguments_are_refused() {
     Handle event = 0;
     IpcHandle handle{};
+    // An interprocess event needs the flag event_disable_timing too.
     EXPECT_RESULT(invalid_value, "cuEventCreate", &event, static_cast<unsigned>(event_interprocess));
     EXPECT_RESULT(map_failed, "cuIpcOpenEventHandle", &event, handle);
     EXPECT_RESULT(invalid_handle, "cuIpcGetEventHandle", &handle, Handle{77});
@@ -123,7 +125,7 @@ void test_invalid_arguments_are_refused() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// An interprocess event that was never recorded is done, like an ordinary event.
+// An interprocess event that was never recorded counts as done, as an ordinary event does.
 void test_event_without_record_is_done() {
     const Handle event = create_event(interprocess_flags);
     EXPECT_SUCCESS("cuEventQuery", event);
@@ -143,17 +145,17 @@ void test_records_are_done_in_any_order() {
     Gate gate(slow_stream);
     EXPECT_SUCCESS("cuEventRecord", event, slow_stream);
     EXPECT_SUCCESS("cuStreamWaitEvent", waiting_stream, event, 0U);
-    std::promise<void> reached_promise;
+    std::promise<void> wait_end_promise;
     EXPECT_SUCCESS(
         "cuLaunchHostFunc", waiting_stream,
-        +[](void* reached) { static_cast<std::promise<void>*>(reached)->set_value(); },
-        static_cast<void*>(&reached_promise));
+        +[](void* promise) { static_cast<std::promise<void>*>(promise)->set_value(); },
+        static_cast<void*>(&wait_end_promise));
     EXPECT_SUCCESS("cuEventRecord", event, idle_stream);
     EXPECT_SUCCESS("cuEventSynchronize", event);
-    auto reached = reached_promise.get_future();
-    CHECK(reached.wait_for(std::chrono::milliseconds(300)) == std::future_status::timeout);
+    auto wait_end_future = wait_end_promise.get_future();
+    CHECK(wait_end_future.wait_for(std::chrono::milliseconds(300)) == std::future_status::timeout);
     gate.open();
-    reached.wait();
+    wait_end_future.wait();
     EXPECT_SUCCESS("cuEventQuery", event);
     EXPECT_SUCCESS("cuEventDestroy_v2", event);
     for (const Handle stream : {slow_stream, idle_stream, waiting_stream}) {
@@ -162,11 +164,13 @@ void test_records_are_done_in_any_order() {
     }
 }
 
-// If the twin cannot create a thread for the stream, the record fails, and later calls do not wait for it.
+// If the twin cannot create a thread for the stream, cuEventRecord fails. Later calls do not wait for the failed
+// record.
 void test_failed_record_is_ended() {
     const Handle event = create_event(interprocess_flags);
     Handle stream = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);
+    // No thread can be created while the default stack size is 2^60 bytes.
     pthread_attr_t previous_attributes, huge_attributes;
     CHECK(pthread_getattr_default_np(&previous_attributes) == 0 && pthread_attr_init(&huge_attributes) == 0);
     CHECK(pthread_attr_setstacksize(&huge_attributes, std::size_t{1} << 60) == 0 &&

@@ -26,24 +26,25 @@ IpcHandle get_handle(u64 pointer) {
 // The owning process runs this function. It sends handles, and frees the memory after the importer has written to it.
 int run_owner(int socket) {
     init_device();
-    const u64 first = allocate(5000), second = allocate(3 << 20);
-    write_device(second, make_pattern(3 << 20, 1));
-    // The handle is the same for each address of an allocation.
-    const IpcHandle handle = get_handle(second), handle_of_second_page = get_handle(second + 4096);
+    const u64 small_memory = allocate(5000), large_memory = allocate(3 << 20);
+    write_device(large_memory, make_pattern(3 << 20, 1));
+    // All addresses of an allocation have the same handle.
+    const IpcHandle handle = get_handle(large_memory), handle_of_second_page = get_handle(large_memory + 4096);
     CHECK(std::memcmp(&handle, &handle_of_second_page, sizeof handle) == 0);
+    // A process cannot open a handle of its own memory.
     u64 opened_pointer = 0;
     EXPECT_RESULT(invalid_context, "cuIpcOpenMemHandle_v2", &opened_pointer, handle, lazy_peer_access);
     send_value(socket, handle);
-    send_value(socket, get_handle(first));
+    send_value(socket, get_handle(small_memory));
     CHECK(receive_value<char>(socket) == importer_has_written);
-    CHECK(read_device(second + 7, 100) == make_pattern(100, 2));
+    CHECK(read_device(large_memory + 7, 100) == make_pattern(100, 2));
     const u64 free_before = query_free_memory();
-    EXPECT_SUCCESS("cuMemFree_v2", second);
+    EXPECT_SUCCESS("cuMemFree_v2", large_memory);
     CHECK(query_free_memory() == free_before); // the importer still references the memory
     send_value(socket, owner_has_freed);
     CHECK(receive_value<char>(socket) == importer_has_closed);
     CHECK(wait_for_free_memory(free_before + (3 << 20)));
-    send_value(socket, get_handle(first));
+    send_value(socket, get_handle(small_memory));
     receive_value<char>(socket); // the test kills this process here
     return 1;
 }
@@ -69,10 +70,10 @@ void test_imported_memory_outlives_free_by_owner() {
     EXPECT_RESULT(invalid_value, "cuMemFree_v2", pointer);
     CHECK(query_buffer_id(pointer) != 0);
     // The range of a small imported allocation begins at its pointer.
-    u64 small_pointer = 0, base = 0, length = 0;
+    u64 small_pointer = 0, base = 0, length_bytes = 0;
     EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &small_pointer, small_handle, lazy_peer_access);
-    EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, small_pointer);
-    CHECK(base == small_pointer && length == 5000);
+    EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length_bytes, small_pointer);
+    CHECK(base == small_pointer && length_bytes == 5000);
     EXPECT_SUCCESS("cuIpcCloseMemHandle", small_pointer);
     send_value(socket, importer_has_written);
     CHECK(receive_value<char>(socket) == owner_has_freed);
@@ -81,8 +82,8 @@ void test_imported_memory_outlives_free_by_owner() {
     EXPECT_SUCCESS("cuIpcCloseMemHandle", pointer_again);
     CHECK(read_device(pointer + 7, 1) == make_pattern(1, 2));
     EXPECT_SUCCESS("cuIpcCloseMemHandle", pointer);
-    u64 value = 0;
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", static_cast<void*>(&value),
+    u64 buffer_id = 0;
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", static_cast<void*>(&buffer_id),
                   static_cast<int>(pointer_buffer_id), pointer);
     EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy_peer_access);
     send_value(socket, importer_has_closed);
@@ -109,17 +110,18 @@ void test_invalid_handles_are_refused() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// Return a copy of the handle with another owner, the control service of this process: cuIpcOpenMemHandle then sends
-// its request to a handler of this test.
+// Return a copy of a handle in which this test program is the owner instead of the twin. The test program is linked
+// with a control service of its own, so cuIpcOpenMemHandle then sends its request to a handler of this test.
+// HandleMessage (cuda/ipc_handle.hpp) is the layout of a handle; its checksum is FNV-1a.
 IpcHandle redirect_to_this_process(IpcHandle handle) {
     constexpr std::size_t owner_offset = 8, checksum_offset = 56;
     const std::uint64_t service_id = read_control_service_id();
     std::memcpy(&handle.reserved[owner_offset], &service_id, sizeof service_id);
-    std::uint64_t hash = 0xcbf29ce484222325;
+    std::uint64_t checksum = 0xcbf29ce484222325;
     for (std::size_t index = 0; index < checksum_offset; ++index) {
-        hash = (hash ^ static_cast<unsigned char>(handle.reserved[index])) * 0x100000001b3;
+        checksum = (checksum ^ static_cast<unsigned char>(handle.reserved[index])) * 0x100000001b3;
     }
-    std::memcpy(&handle.reserved[checksum_offset], &hash, sizeof hash);
+    std::memcpy(&handle.reserved[checksum_offset], &checksum, sizeof checksum);
     return handle;
 }
 
@@ -127,13 +129,13 @@ IpcHandle redirect_to_this_process(IpcHandle handle) {
 void test_untrusted_owner_is_refused() {
     bool is_sealed = false;
     register_handler(request_cuda_ipc, [&](auto, auto* reply, auto* fds) {
-        struct {
+        struct { // the layout of ReplyMessage in cuda/ipc.cpp
             u64 length_bytes = 100, memory_offset = 0, memory_bytes = 4096;
-            std::int32_t device = 0;
-            std::uint32_t found = 1;
-        } message;
-        reply->resize(sizeof message);
-        std::memcpy(reply->data(), &message, sizeof message);
+            std::int32_t physical_number = 0;
+            std::uint32_t is_found = 1;
+        } reply_message;
+        reply->resize(sizeof reply_message);
+        std::memcpy(reply->data(), &reply_message, sizeof reply_message);
         fds->emplace_back(is_sealed ? make_device_memory(4096)
                                     : memfd_create("gdrkit-gpu:0123456789abcdef", MFD_CLOEXEC));
         CHECK(is_sealed || ftruncate(fds->back().get(), 4096) == 0);

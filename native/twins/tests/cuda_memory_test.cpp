@@ -32,14 +32,15 @@ void test_cpu_access_faults() {
     }
 }
 
-// Even the kernel, which ignores PROT_NONE when it pins memory, finds no pages at a device address.
+// The kernel ignores PROT_NONE when it pins memory, and in reads and writes of /proc/self/mem. The twin must still be
+// safe: a device address has no pages.
 void test_kernel_cannot_pin() {
     const u64 pointer = allocate(4096);
-    const Fd memory(open("/proc/self/mem", O_RDWR | O_CLOEXEC));
-    CHECK(memory);
+    const Fd memory_file(open("/proc/self/mem", O_RDWR | O_CLOEXEC));
+    CHECK(memory_file);
     char byte = 0;
-    CHECK(pread(memory.get(), &byte, 1, static_cast<off_t>(pointer)) == -1 && errno == EIO);
-    CHECK(pwrite(memory.get(), &byte, 1, static_cast<off_t>(pointer)) == -1 && errno == EIO);
+    CHECK(pread(memory_file.get(), &byte, 1, static_cast<off_t>(pointer)) == -1 && errno == EIO);
+    CHECK(pwrite(memory_file.get(), &byte, 1, static_cast<off_t>(pointer)) == -1 && errno == EIO);
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
 }
 
@@ -56,39 +57,40 @@ void test_second_free_aborts() {
 void test_bounds_are_exact() {
     const u64 pointer = allocate(100);
     const auto bytes = make_pattern(200, 1);
-    const auto* const from = static_cast<const void*>(bytes.data());
-    EXPECT_SUCCESS("cuMemcpyHtoD_v2", pointer, from, u64{100});
-    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, from, u64{101});
-    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer + 99, from, u64{2});
-    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer + 100, from, u64{1});
-    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", reinterpret_cast<u64>(from), from, u64{1});
+    const auto* const source = static_cast<const void*>(bytes.data());
+    EXPECT_SUCCESS("cuMemcpyHtoD_v2", pointer, source, u64{100});
+    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, source, u64{101});
+    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer + 99, source, u64{2});
+    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer + 100, source, u64{1});
+    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", reinterpret_cast<u64>(source), source, u64{1});
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, static_cast<const void*>(nullptr), u64{1});
-    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, from, ~u64{0});
-    EXPECT_SUCCESS("cuMemcpyHtoD_v2", u64{0x10}, from, u64{0});
+    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, source, ~u64{0});
+    EXPECT_SUCCESS("cuMemcpyHtoD_v2", u64{0x10}, source, u64{0});
     EXPECT_RESULT(invalid_value, "cuMemsetD8_v2", pointer, static_cast<unsigned char>(1), u64{101});
+    // A memset of 16-bit or 32-bit values needs an aligned address.
     EXPECT_RESULT(invalid_value, "cuMemsetD16_v2", pointer + 1, static_cast<unsigned short>(1), u64{2});
     EXPECT_RESULT(invalid_value, "cuMemsetD32_v2", pointer + 2, 1U, u64{2});
-    u64 base = 0, length = 0;
-    EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, pointer + 99);
-    CHECK(base == pointer && length == 100);
-    EXPECT_RESULT(not_found, "cuMemGetAddressRange_v2", &base, &length, pointer + 100);
+    u64 base = 0, length_bytes = 0;
+    EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length_bytes, pointer + 99);
+    CHECK(base == pointer && length_bytes == 100);
+    EXPECT_RESULT(not_found, "cuMemGetAddressRange_v2", &base, &length_bytes, pointer + 100);
     CHECK(read_device(pointer, 100) == std::vector(bytes.begin(), bytes.begin() + 100));
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
-    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, from, u64{1});
-    EXPECT_RESULT(invalid_value, "cuMemcpyDtoH_v2", const_cast<void*>(from), pointer, u64{1});
+    EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, source, u64{1});
+    EXPECT_RESULT(invalid_value, "cuMemcpyDtoH_v2", const_cast<void*>(source), pointer, u64{1});
 }
 
 void test_copies_at_odd_offsets_are_exact() {
-    for (const u64 size : {u64{1}, u64{4095}, u64{65536}, u64{(1 << 20) + 3}}) {
-        const u64 first = allocate(size + 7), second = allocate(size + 7);
-        const auto bytes = make_pattern(size, 3);
-        write_device(first + 5, bytes);
-        EXPECT_SUCCESS("cuMemcpyDtoD_v2", second + 3, first + 5, size);
-        CHECK(read_device(second + 3, size) == bytes);
-        EXPECT_SUCCESS("cuMemcpy", first, second + 3, size);
-        CHECK(read_device(first, size) == bytes);
-        EXPECT_SUCCESS("cuMemFree_v2", first);
-        EXPECT_SUCCESS("cuMemFree_v2", second);
+    for (const u64 length_bytes : {u64{1}, u64{4095}, u64{65536}, u64{(1 << 20) + 3}}) {
+        const u64 first_memory = allocate(length_bytes + 7), second_memory = allocate(length_bytes + 7);
+        const auto bytes = make_pattern(length_bytes, 3);
+        write_device(first_memory + 5, bytes);
+        EXPECT_SUCCESS("cuMemcpyDtoD_v2", second_memory + 3, first_memory + 5, length_bytes);
+        CHECK(read_device(second_memory + 3, length_bytes) == bytes);
+        EXPECT_SUCCESS("cuMemcpy", first_memory, second_memory + 3, length_bytes);
+        CHECK(read_device(first_memory, length_bytes) == bytes);
+        EXPECT_SUCCESS("cuMemFree_v2", first_memory);
+        EXPECT_SUCCESS("cuMemFree_v2", second_memory);
     }
 }
 
@@ -104,44 +106,47 @@ void test_memset_writes_values_of_each_width() {
 }
 
 void test_reused_address_has_new_id() {
-    const u64 first = allocate(1 << 21);
-    const u64 first_id = query_buffer_id(first);
-    EXPECT_SUCCESS("cuMemFree_v2", first);
-    const u64 second = allocate(1 << 21);
-    CHECK(second == first && query_buffer_id(second) > first_id);
-    // Small allocations are packed, so at most one of two is page-aligned.
-    const u64 first_small = allocate(100), second_small = allocate(300);
-    CHECK(first_small % 512 == 0 && second_small % 512 == 0 && (first_small % 4096 != 0 || second_small % 4096 != 0));
-    EXPECT_SUCCESS("cuMemFree_v2", first_small);
-    CHECK(allocate(200) == first_small);
-    for (const u64 pointer : {second, first_small, second_small}) {
+    const u64 old_pointer = allocate(1 << 21);
+    const u64 old_buffer_id = query_buffer_id(old_pointer);
+    EXPECT_SUCCESS("cuMemFree_v2", old_pointer);
+    const u64 new_pointer = allocate(1 << 21);
+    CHECK(new_pointer == old_pointer && query_buffer_id(new_pointer) > old_buffer_id);
+    // Small allocations share a page, so at most one of these two allocations begins at a page boundary.
+    const u64 first_small_pointer = allocate(100), second_small_pointer = allocate(300);
+    CHECK(first_small_pointer % 512 == 0 && second_small_pointer % 512 == 0 &&
+          (first_small_pointer % 4096 != 0 || second_small_pointer % 4096 != 0));
+    EXPECT_SUCCESS("cuMemFree_v2", first_small_pointer);
+    CHECK(allocate(200) == first_small_pointer);
+    for (const u64 pointer : {new_pointer, first_small_pointer, second_small_pointer}) {
         EXPECT_SUCCESS("cuMemFree_v2", pointer);
     }
     EXPECT_SUCCESS("cuMemFree_v2", u64{0});
-    EXPECT_RESULT(invalid_value, "cuMemFree_v2", second + 64);
+    EXPECT_RESULT(invalid_value, "cuMemFree_v2", new_pointer + 64);
 }
 
 void test_memory_usage_is_counted() {
     const u64 free_before = query_free_memory();
     u64 pointer = 0;
+    // The device has 8 GiB of memory.
     EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &pointer, (u64{8} << 30) + 1);
     EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &pointer, ~u64{0} - 5);
     EXPECT_RESULT(invalid_value, "cuMemAlloc_v2", &pointer, u64{0});
-    const u64 large = allocate(u64{6} << 30); // pages are allocated at the first write
+    // This allocation uses no host memory yet, because the kernel allocates pages at the first write.
+    const u64 large_memory = allocate(u64{6} << 30);
     CHECK(free_before - query_free_memory() == u64{6} << 30);
     EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &pointer, u64{3} << 30);
-    EXPECT_SUCCESS("cuMemFree_v2", large);
+    EXPECT_SUCCESS("cuMemFree_v2", large_memory);
     CHECK(query_free_memory() == free_before);
-    u64 pitch = 0;
-    EXPECT_SUCCESS("cuMemAllocPitch_v2", &pointer, &pitch, u64{1000}, u64{10}, 4U);
-    CHECK(pitch == 1024);
+    u64 pitch_bytes = 0;
+    EXPECT_SUCCESS("cuMemAllocPitch_v2", &pointer, &pitch_bytes, u64{1000}, u64{10}, 4U);
+    CHECK(pitch_bytes == 1024);
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
-    EXPECT_RESULT(out_of_memory, "cuMemAllocPitch_v2", &pointer, &pitch, u64{1} << 40, u64{1} << 40, 4U);
+    EXPECT_RESULT(out_of_memory, "cuMemAllocPitch_v2", &pointer, &pitch_bytes, u64{1} << 40, u64{1} << 40, 4U);
 }
 
-template <typename Value> Value query_attribute(u64 pointer, int number) {
+template <typename Value> Value query_attribute(u64 pointer, int attribute) {
     Value value{};
-    EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&value), number, pointer);
+    EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&value), attribute, pointer);
     return value;
 }
 
@@ -159,27 +164,30 @@ void test_pointer_attributes_describe_allocation(Handle context) {
     CHECK(query_attribute<unsigned>(pointer, pointer_is_gpu_direct_rdma_capable) == 1);
     CHECK(query_attribute<unsigned>(pointer, pointer_access_flags) == access_read_write);
     CHECK(query_attribute<unsigned>(pointer, pointer_sync_memops) == 0);
-    const unsigned enabled = 1;
-    EXPECT_SUCCESS("cuPointerSetAttribute", static_cast<const void*>(&enabled), static_cast<int>(pointer_sync_memops),
-                   pointer + 64);
+    const unsigned sync_memops = 1;
+    EXPECT_SUCCESS("cuPointerSetAttribute", static_cast<const void*>(&sync_memops),
+                   static_cast<int>(pointer_sync_memops), pointer + 64);
     CHECK(query_attribute<unsigned>(pointer, pointer_sync_memops) == 1);
-    u64 value = 0;
-    void* const result = &value;
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result, static_cast<int>(pointer_host_pointer), pointer);
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result, 99, pointer);
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result, static_cast<int>(pointer_buffer_id), pointer + 5000);
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result, static_cast<int>(pointer_buffer_id),
-                  reinterpret_cast<u64>(result));
-    // cuPointerGetAttributes returns zeros for unregistered host memory.
-    unsigned type = 7;
-    int ordinal = 7;
-    u64 id = 7;
-    const int numbers[] = {pointer_memory_type, pointer_device_ordinal, pointer_buffer_id};
-    void* results[] = {&type, &ordinal, &id};
-    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, results, reinterpret_cast<u64>(result));
-    CHECK(type == 0 && ordinal == -2 && id == 0);
-    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, results, pointer);
-    CHECK(type == memory_device && ordinal == 0 && id == query_buffer_id(pointer));
+    u64 host_variable = 0;
+    void* const result_pointer = &host_variable;
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result_pointer, static_cast<int>(pointer_host_pointer),
+                  pointer);
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result_pointer, 99, pointer); // 99 is not an attribute
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result_pointer, static_cast<int>(pointer_buffer_id),
+                  pointer + 5000);
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result_pointer, static_cast<int>(pointer_buffer_id),
+                  reinterpret_cast<u64>(result_pointer));
+    // For unregistered host memory, cuPointerGetAttributes returns zeros, and CU_DEVICE_INVALID (-2) as the device
+    // ordinal.
+    unsigned memory_type = 7;
+    int device_ordinal = 7;
+    u64 buffer_id = 7;
+    const int attributes[] = {pointer_memory_type, pointer_device_ordinal, pointer_buffer_id};
+    void* result_pointers[] = {&memory_type, &device_ordinal, &buffer_id};
+    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, attributes, result_pointers, reinterpret_cast<u64>(result_pointer));
+    CHECK(memory_type == 0 && device_ordinal == -2 && buffer_id == 0);
+    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, attributes, result_pointers, pointer);
+    CHECK(memory_type == memory_device && device_ordinal == 0 && buffer_id == query_buffer_id(pointer));
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
 }
 
@@ -206,6 +214,7 @@ void test_peer_copy_between_devices() {
 } // namespace
 
 int main() {
+    // These two tests must run first: a child that is forked after cuInit cannot use the driver.
     test_cpu_access_faults();
     test_second_free_aborts();
     const Handle context = init_device();

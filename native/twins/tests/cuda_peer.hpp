@@ -11,7 +11,7 @@ namespace gdrkit::twin::cuda {
 
 class Peer {
 public:
-    // Run this executable with the argument "peer" and one end of a socket pair.
+    // Run this executable again, with the argument "peer" and the descriptor of one end of a socket pair.
     Peer() {
         int sockets[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
@@ -33,11 +33,11 @@ public:
         close(socket_);
         int status = 0;
         CHECK(waitpid(child_, &status, 0) == child_);
-        CHECK(is_killed_ || (WIFEXITED(status) && WEXITSTATUS(status) == 0));
+        CHECK(was_killed_ || (WIFEXITED(status) && WEXITSTATUS(status) == 0));
     }
     [[nodiscard]] int socket() const { return socket_; }
     void kill_and_wait() {
-        is_killed_ = true;
+        was_killed_ = true;
         CHECK(kill(child_, SIGKILL) == 0);
         // End of file shows that the kernel has closed all descriptors of the process.
         char byte = 0;
@@ -47,7 +47,7 @@ public:
 private:
     pid_t child_ = -1;
     int socket_ = -1;
-    bool is_killed_ = false;
+    bool was_killed_ = false;
 };
 
 template <typename Value> void send_value(int socket, const Value& value) {

@@ -34,13 +34,13 @@ int export_pool(Handle pool) {
     return fd;
 }
 
-void* to_handle(int fd) {
+void* to_shareable_handle(int fd) {
     return reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
 }
 
 Handle import_pool(int fd) {
     Handle pool = 0;
-    EXPECT_SUCCESS("cuMemPoolImportFromShareableHandle", &pool, to_handle(fd), int{handle_posix_fd}, 0ULL);
+    EXPECT_SUCCESS("cuMemPoolImportFromShareableHandle", &pool, to_shareable_handle(fd), int{handle_posix_fd}, 0ULL);
     return pool;
 }
 
@@ -56,6 +56,8 @@ IpcHandle export_pointer(u64 pointer) {
     return pointer_data;
 }
 
+// Create a pool and send it with one of its pointers to the importer. Free both after the importer has freed its
+// import.
 void serve_pool(int socket, const Location& location) {
     const Handle pool = create_pool(handle_posix_fd, location);
     const u64 pointer = allocate_from(pool, 70000);
@@ -82,6 +84,7 @@ int run_owner(int socket) {
     return 0;
 }
 
+// Import the pool and the pointer that serve_pool() sends, use the memory, and check what an imported pool refuses.
 void import_from(const Peer& owner, const Location& location) {
     std::vector<Fd> fds;
     CHECK(recv_fds(owner.socket(), 1, &fds));
@@ -94,6 +97,7 @@ void import_from(const Peer& owner, const Location& location) {
                    pointer);
     CHECK(device == 1);
     CHECK(read_device(pointer, 70000) == make_pattern(70000, 1));
+    // A program can read host memory directly.
     if (location.type == location_host_numa) {
         CHECK(reinterpret_cast<const unsigned char*>(pointer)[69999] == make_pattern(70000, 1)[69999]);
     }
@@ -105,8 +109,8 @@ void import_from(const Peer& owner, const Location& location) {
     int fd = -1;
     EXPECT_RESULT(invalid_value, "cuMemPoolExportToShareableHandle", static_cast<void*>(&fd), pool,
                   int{handle_posix_fd}, 0ULL);
-    IpcHandle exported{};
-    EXPECT_RESULT(invalid_value, "cuMemPoolExportPointer", &exported, pointer);
+    IpcHandle exported_data{};
+    EXPECT_RESULT(invalid_value, "cuMemPoolExportPointer", &exported_data, pointer);
     EXPECT_SUCCESS("cuMemFreeAsync", pointer, Handle{0});
     EXPECT_SUCCESS("cuStreamSynchronize", Handle{0});
     send_value(owner.socket(), importer_has_freed);
@@ -123,39 +127,43 @@ void test_imported_pool_has_memory_of_its_owner() {
 }
 
 void test_malformed_handles_of_pools_are_refused() {
+    // A pool without a handle type cannot be exported.
     const Handle pool = create_pool(handle_posix_fd), other_pool = create_pool(handle_posix_fd),
                  private_pool = create_pool(handle_none);
-    Handle imported = 0;
+    Handle imported_pool = 0;
     int fd = -1;
     EXPECT_RESULT(invalid_value, "cuMemPoolExportToShareableHandle", static_cast<void*>(&fd), private_pool,
                   int{handle_posix_fd}, 0ULL);
+    // The flags must be 0.
     EXPECT_RESULT(invalid_value, "cuMemPoolExportToShareableHandle", static_cast<void*>(&fd), pool,
                   int{handle_posix_fd}, 1ULL);
     EXPECT_RESULT(invalid_value, "cuMemPoolExportToShareableHandle", static_cast<void*>(&fd), pool, int{handle_fabric},
                   0ULL);
-    const Fd forged(memfd_create("gdrkit-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING)), shareable(export_pool(pool)),
-        other_shareable(export_pool(other_pool));
-    CHECK(ftruncate(forged.get(), 64) == 0);
-    EXPECT_RESULT(invalid_value, "cuMemPoolImportFromShareableHandle", &imported, to_handle(forged.get()),
+    const Fd forged_fd(memfd_create("gdrkit-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING)), pool_fd(export_pool(pool)),
+        other_pool_fd(export_pool(other_pool));
+    // A file with 64 bytes of zeros is not a shareable handle, and -1 is not a descriptor.
+    CHECK(ftruncate(forged_fd.get(), 64) == 0);
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportFromShareableHandle", &imported_pool,
+                  to_shareable_handle(forged_fd.get()), int{handle_posix_fd}, 0ULL);
+    EXPECT_RESULT(unknown_error, "cuMemPoolImportFromShareableHandle", &imported_pool, to_shareable_handle(-1),
                   int{handle_posix_fd}, 0ULL);
-    EXPECT_RESULT(unknown_error, "cuMemPoolImportFromShareableHandle", &imported, to_handle(-1), int{handle_posix_fd},
-                  0ULL);
-    // A pointer can be imported only with the pool of its memory, and only with the data of cuMemPoolExportPointer.
+    // A pointer can be imported only into an import of the pool that owns the memory, and only from unchanged data of
+    // cuMemPoolExportPointer.
     u64 pointer = allocate_from(pool, 100), private_pointer = allocate_from(private_pool, 100), imported_pointer = 0;
     IpcHandle pointer_data = export_pointer(pointer), unused_data{};
     EXPECT_RESULT(invalid_value, "cuMemPoolExportPointer", &unused_data, private_pointer);
-    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, import_pool(other_shareable.get()),
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, import_pool(other_pool_fd.get()),
                   &pointer_data);
-    imported = import_pool(shareable.get());
+    imported_pool = import_pool(pool_fd.get());
     EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, pool, &pointer_data);
-    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported, &unused_data);
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported_pool, &unused_data);
     for (std::size_t index = 0; index < sizeof pointer_data.reserved; ++index) {
         pointer_data.reserved[index] ^= 0x40;
-        EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported, &pointer_data);
+        EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported_pool, &pointer_data);
         pointer_data.reserved[index] ^= 0x40;
     }
     EXPECT_SUCCESS("cuMemFreeAsync", pointer, Handle{0});
-    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported, &pointer_data);
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported_pool, &pointer_data);
     EXPECT_SUCCESS("cuMemFreeAsync", private_pointer, Handle{0});
 }
 

@@ -7,20 +7,23 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
+// The pitch and the width of the rows are in bytes.
 constexpr u64 pitch = 100, width = 37, rows = 5, slices = 3;
-constexpr u64 slice_rows = 7; // the height of the memory, of which a copy uses `rows` rows
+constexpr u64 slice_rows = 7; // rows of each slice in memory; a copy uses `rows` of them
 constexpr u64 volume_bytes = pitch * slice_rows * slices;
 constexpr unsigned char canary = 0xee;
 
-CopySide2d make_host_side(void* host, u64 pitch_bytes) {
-    return {0, 0, memory_host, host, 0, nullptr, pitch_bytes};
+// The members of CopySide2d are x_bytes, y, memory_type, host, device, array and pitch_bytes.
+CopySide2d make_host_side(void* host_memory, u64 pitch_bytes) {
+    return {0, 0, memory_host, host_memory, 0, nullptr, pitch_bytes};
 }
 
-CopySide2d make_device_side(u64 device, u64 pitch_bytes) {
-    return {0, 0, memory_device, nullptr, device, nullptr, pitch_bytes};
+CopySide2d make_device_side(u64 device_address, u64 pitch_bytes) {
+    return {0, 0, memory_device, nullptr, device_address, nullptr, pitch_bytes};
 }
 
-CopySide3d make_copy_side(u64 address, u64 pitch_bytes, u64 height) {
+// The members of CopySide3d are x_bytes, y, z, lod, memory_type, host, device, array, context, pitch_bytes and height.
+CopySide3d make_unified_side(u64 address, u64 pitch_bytes, u64 height) {
     return {0, 0, 0, 0, memory_unified, nullptr, address, nullptr, 0, pitch_bytes, height};
 }
 
@@ -28,19 +31,20 @@ u64 address_of(const std::vector<unsigned char>& bytes) {
     return reinterpret_cast<u64>(bytes.data());
 }
 
-// The rows are copied to every second line of device memory and back. The bytes between the rows stay unchanged.
+// Copy rows of host memory into device memory, to the byte 3 of every second row, and copy rows back. The bytes between
+// the copied rows stay unchanged.
 void test_rows_are_copied_exactly() {
     const u64 memory = allocate(2 * pitch * rows);
     write_device(memory, std::vector(2 * pitch * rows, canary));
-    std::vector<unsigned char> host = make_pattern(width * rows, 1);
-    Copy2d to_device{make_host_side(host.data(), width), make_device_side(memory, 2 * pitch), width, rows};
+    std::vector<unsigned char> host_bytes = make_pattern(width * rows, 1);
+    Copy2d to_device{make_host_side(host_bytes.data(), width), make_device_side(memory, 2 * pitch), width, rows};
     to_device.to.x_bytes = 3;
     EXPECT_SUCCESS("cuMemcpy2D_v2", static_cast<const Copy2d*>(&to_device));
-    const auto device = read_device(memory, 2 * pitch * rows);
-    for (u64 index = 0; index < device.size(); ++index) {
+    const auto device_bytes = read_device(memory, 2 * pitch * rows);
+    for (u64 index = 0; index < device_bytes.size(); ++index) {
         const u64 row = index / (2 * pitch), column = index % (2 * pitch);
-        const bool is_copied = column >= 3 && column < 3 + width;
-        CHECK(device[index] == (is_copied ? host[row * width + column - 3] : canary));
+        const bool was_copied = column >= 3 && column < 3 + width;
+        CHECK(device_bytes[index] == (was_copied ? host_bytes[row * width + column - 3] : canary));
     }
     // Copy rows 1 to 3 back, into a buffer with its own pitch.
     std::vector<unsigned char> read_bytes(50 * 3, canary);
@@ -49,118 +53,121 @@ void test_rows_are_copied_exactly() {
     to_host.from.y = 1;
     EXPECT_SUCCESS("cuMemcpy2DUnaligned_v2", static_cast<const Copy2d*>(&to_host));
     for (u64 index = 0; index < read_bytes.size(); ++index) {
-        CHECK(read_bytes[index] == (index % 50 < width ? host[(index / 50 + 1) * width + index % 50] : canary));
+        CHECK(read_bytes[index] == (index % 50 < width ? host_bytes[(index / 50 + 1) * width + index % 50] : canary));
     }
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
 void test_volume_is_copied_between_devices() {
     Handle contexts[2] = {init_device(0), 0};
-    const u64 from = allocate(volume_bytes);
+    const u64 source_memory = allocate(volume_bytes);
     const auto bytes = make_pattern(volume_bytes, 2);
-    write_device(from, bytes);
+    write_device(source_memory, bytes);
     contexts[1] = init_device(1);
-    const u64 to = allocate(volume_bytes);
-    write_device(to, std::vector(volume_bytes, canary));
-    for (const bool is_queued : {false, true}) {
-        Copy3d copy{make_copy_side(from, pitch, slice_rows), make_copy_side(to, pitch, slice_rows), width, rows,
-                    slices};
+    const u64 target_memory = allocate(volume_bytes);
+    write_device(target_memory, std::vector(volume_bytes, canary));
+    // The synchronous copy writes the columns from 0 on, and the asynchronous copy writes the columns from 60 on.
+    for (const bool is_async : {false, true}) {
+        Copy3d copy{make_unified_side(source_memory, pitch, slice_rows),
+                    make_unified_side(target_memory, pitch, slice_rows), width, rows, slices};
         copy.from.context = contexts[0];
         copy.to.context = contexts[1];
         copy.from.y = 2;
-        copy.to.x_bytes = is_queued ? 60 : 0;
+        copy.to.x_bytes = is_async ? 60 : 0;
         const auto* const parameters = &copy;
-        if (is_queued) {
+        if (is_async) {
             EXPECT_SUCCESS("cuMemcpy3DPeerAsync", parameters, Handle{0});
         } else {
             EXPECT_SUCCESS("cuMemcpy3DPeer", parameters);
         }
         EXPECT_SUCCESS("cuCtxSynchronize");
     }
-    const auto copied = read_device(to, volume_bytes);
+    const auto target_bytes = read_device(target_memory, volume_bytes);
     for (u64 index = 0; index < volume_bytes; ++index) {
         const u64 slice = index / (pitch * slice_rows), row = index / pitch % slice_rows, column = index % pitch;
-        const bool is_copied = row < rows && (column < width || (column >= 60 && column < 60 + width));
-        const u64 source = (slice * slice_rows + row + 2) * pitch + column % 60;
-        CHECK(copied[index] == (is_copied ? bytes[source] : canary));
+        const bool was_copied = row < rows && (column < width || (column >= 60 && column < 60 + width));
+        const u64 source_index = (slice * slice_rows + row + 2) * pitch + column % 60;
+        CHECK(target_bytes[index] == (was_copied ? bytes[source_index] : canary));
     }
-    EXPECT_SUCCESS("cuMemFree_v2", to);
+    EXPECT_SUCCESS("cuMemFree_v2", target_memory);
     init_device(0);
-    EXPECT_SUCCESS("cuMemFree_v2", from);
+    EXPECT_SUCCESS("cuMemFree_v2", source_memory);
 }
 
 // Later work of both devices, in any context, waits until a copy between them is done.
 void test_later_work_of_a_peer_waits() {
-    const Handle first = init_device(0);
-    const u64 from = allocate(width);
-    write_device(from, make_pattern(width, 4));
-    const Handle second = init_device(1);
-    const u64 to = allocate(width);
-    write_device(to, std::vector(width, canary));
-    EXPECT_SUCCESS("cuCtxSetCurrent", first);
-    EXPECT_SUCCESS("cuMemcpyPeer", to, second, from, first, width);
-    EXPECT_SUCCESS("cuCtxSetCurrent", second);
-    CHECK(read_device(to, width) == make_pattern(width, 4));
-    EXPECT_SUCCESS("cuMemFree_v2", to);
-    EXPECT_SUCCESS("cuCtxSetCurrent", first);
-    EXPECT_SUCCESS("cuMemFree_v2", from);
+    const Handle first_context = init_device(0);
+    const u64 source_memory = allocate(width);
+    write_device(source_memory, make_pattern(width, 4));
+    const Handle second_context = init_device(1);
+    const u64 target_memory = allocate(width);
+    write_device(target_memory, std::vector(width, canary));
+    EXPECT_SUCCESS("cuCtxSetCurrent", first_context);
+    EXPECT_SUCCESS("cuMemcpyPeer", target_memory, second_context, source_memory, first_context, width);
+    EXPECT_SUCCESS("cuCtxSetCurrent", second_context);
+    CHECK(read_device(target_memory, width) == make_pattern(width, 4));
+    EXPECT_SUCCESS("cuMemFree_v2", target_memory);
+    EXPECT_SUCCESS("cuCtxSetCurrent", first_context);
+    EXPECT_SUCCESS("cuMemFree_v2", source_memory);
 }
 
-// When an asynchronous copy returns, its pageable source has been read, and its pageable destination is written.
+// cuMemcpy2DAsync returns only after it has read a pageable source, or has written a pageable destination.
 void test_pageable_rows_are_staged() {
     const u64 memory = allocate(pitch * rows);
-    std::vector<unsigned char> host = make_pattern(width * rows, 3);
-    const std::vector<unsigned char> original = host;
-    const Copy2d to_device{make_host_side(host.data(), width), make_device_side(memory, pitch), width, rows};
+    std::vector<unsigned char> host_bytes = make_pattern(width * rows, 3);
+    const std::vector<unsigned char> original_bytes = host_bytes;
+    const Copy2d to_device{make_host_side(host_bytes.data(), width), make_device_side(memory, pitch), width, rows};
     EXPECT_SUCCESS("cuMemcpy2DAsync_v2", &to_device, Handle{0});
-    std::ranges::fill(host, canary);
-    const Copy2d to_host{make_device_side(memory, pitch), make_host_side(host.data(), width), width, rows};
+    std::ranges::fill(host_bytes, canary);
+    const Copy2d to_host{make_device_side(memory, pitch), make_host_side(host_bytes.data(), width), width, rows};
     EXPECT_SUCCESS("cuMemcpy2DAsync_v2", &to_host, Handle{0});
-    CHECK(host == original);
+    CHECK(host_bytes == original_bytes);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
 void test_invalid_rows_are_refused() {
     const u64 memory = allocate(pitch * (rows - 1) + width);
-    std::vector<unsigned char> host(volume_bytes);
-    const Copy2d valid{make_device_side(memory, pitch), make_host_side(host.data(), width), width, rows};
-    const auto expect_result = [](int code, const Copy2d& copy) {
-        EXPECT_RESULT(code, "cuMemcpy2D_v2", &copy);
-        EXPECT_RESULT(code, "cuMemcpy2DAsync_v2", &copy, Handle{0});
+    std::vector<unsigned char> host_bytes(volume_bytes);
+    const Copy2d valid_copy{make_device_side(memory, pitch), make_host_side(host_bytes.data(), width), width, rows};
+    const auto expect_result = [](int expected_result, const Copy2d& copy) {
+        EXPECT_RESULT(expected_result, "cuMemcpy2D_v2", &copy);
+        EXPECT_RESULT(expected_result, "cuMemcpy2DAsync_v2", &copy, Handle{0});
     };
-    // The last row ends with the allocation.
-    expect_result(success, valid);
-    Copy2d copy = valid;
+    // The last row ends at the end of the allocation.
+    expect_result(success, valid_copy);
+    Copy2d copy = valid_copy;
     copy.from.x_bytes = 1;
     expect_result(invalid_value, copy);
-    copy = valid;
+    copy = valid_copy;
     copy.from.y = 1;
     expect_result(invalid_value, copy);
+    // A pitch must be at least the width and less than 2^31.
     for (const u64 pitch_bytes : {u64{0}, width - 1, u64{1} << 31}) {
-        copy = valid;
+        copy = valid_copy;
         copy.to.pitch_bytes = pitch_bytes;
         expect_result(invalid_value, copy);
     }
-    copy = valid;
+    copy = valid_copy;
     copy.height = ~u64{0};
     expect_result(invalid_value, copy);
-    // The source is too short for 16 GiB of rows. The driver must refuse the copy before it lists the rows.
-    expect_result(invalid_value, {make_device_side(memory, 1), make_host_side(host.data(), 1), 1, u64{1} << 34});
-    copy = valid;
+    // The source is too short for 2^34 rows of one byte. The twin must refuse the copy before it makes a list of the
+    // rows.
+    expect_result(invalid_value, {make_device_side(memory, 1), make_host_side(host_bytes.data(), 1), 1, u64{1} << 34});
+    copy = valid_copy;
     copy.to.memory_type = memory_array; // with a null handle
     expect_result(invalid_value, copy);
-    copy.to.memory_type = 9;
+    copy.to.memory_type = 9; // not a memory type
     expect_result(invalid_value, copy);
-    copy = valid;
+    copy = valid_copy;
     copy.from.memory_type = memory_host; // with the null pointer as host memory
     expect_result(invalid_value, copy);
     EXPECT_RESULT(invalid_value, "cuMemcpy2D_v2", static_cast<const Copy2d*>(nullptr));
     // A copy of one row needs no pitch, and an empty copy needs no memory.
-    copy = valid;
+    copy = valid_copy;
     copy.height = 1;
     copy.from.pitch_bytes = copy.to.pitch_bytes = 0;
     expect_result(success, copy);
-    copy = valid;
+    copy = valid_copy;
     copy.from.device = 0x10;
     copy.height = 0;
     expect_result(success, copy);
@@ -169,50 +176,53 @@ void test_invalid_rows_are_refused() {
 
 void test_invalid_volumes_are_refused() {
     const u64 memory = allocate(volume_bytes);
-    const std::vector<unsigned char> host(volume_bytes);
-    const Copy3d valid{make_copy_side(memory, pitch, slice_rows), make_copy_side(address_of(host), pitch, slice_rows),
-                       width, rows, slices};
-    EXPECT_SUCCESS("cuMemcpy3D_v2", &valid);
-    Copy3d copy = valid;
+    const std::vector<unsigned char> host_bytes(volume_bytes);
+    const Copy3d valid_copy{make_unified_side(memory, pitch, slice_rows),
+                            make_unified_side(address_of(host_bytes), pitch, slice_rows), width, rows, slices};
+    EXPECT_SUCCESS("cuMemcpy3D_v2", &valid_copy);
+    Copy3d copy = valid_copy;
     copy.from.height = rows - 1;
     EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", static_cast<const Copy3d*>(&copy));
     copy.from.height = ~u64{0};
     EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", static_cast<const Copy3d*>(&copy));
-    copy = valid;
+    copy = valid_copy;
     copy.from.z = 1;
     EXPECT_RESULT(invalid_value, "cuMemcpy3DAsync_v2", static_cast<const Copy3d*>(&copy), Handle{0});
-    copy = valid;
-    copy.to.lod = 1;
+    copy = valid_copy;
+    copy.to.lod = 1; // must be 0
     EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", static_cast<const Copy3d*>(&copy));
-    EXPECT_RESULT(invalid_context, "cuMemcpy3DPeer", &valid);
-    EXPECT_RESULT(invalid_handle, "cuMemcpy3DAsync_v2", &valid, Handle{77});
+    EXPECT_RESULT(invalid_context, "cuMemcpy3DPeer", &valid_copy); // without the contexts
+    EXPECT_RESULT(invalid_handle, "cuMemcpy3DAsync_v2", &valid_copy, Handle{77});
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
 void test_rows_are_filled_exactly() {
     const u64 memory = allocate(pitch * rows);
-    const auto check_filled_rows = [&](u64 width_bytes, const std::vector<unsigned char>& value) {
+    // Check the rows, and reset all bytes to the canary.
+    const auto check_and_reset_rows = [&](u64 width_bytes, const std::vector<unsigned char>& element_bytes) {
         const auto bytes = read_device(memory, pitch * rows);
         for (u64 index = 0; index < bytes.size(); ++index) {
-            CHECK(bytes[index] == (index % pitch < width_bytes ? value[index % pitch % value.size()] : canary));
+            CHECK(bytes[index] ==
+                  (index % pitch < width_bytes ? element_bytes[index % pitch % element_bytes.size()] : canary));
         }
         write_device(memory, std::vector(pitch * rows, canary));
     };
     write_device(memory, std::vector(pitch * rows, canary));
     EXPECT_SUCCESS("cuMemsetD2D8_v2", memory, pitch, static_cast<unsigned char>(1), u64{7}, rows);
-    check_filled_rows(7, {1});
+    check_and_reset_rows(7, {1});
     EXPECT_SUCCESS("cuMemsetD2D16_v2", memory, pitch, static_cast<unsigned short>(0x201), u64{7}, rows);
-    check_filled_rows(14, {1, 2});
+    check_and_reset_rows(14, {1, 2});
     EXPECT_SUCCESS("cuMemsetD2D32Async", memory, pitch, 0x4030201U, u64{7}, rows, Handle{0});
-    check_filled_rows(28, {1, 2, 3, 4});
+    check_and_reset_rows(28, {1, 2, 3, 4});
     EXPECT_RESULT(invalid_value, "cuMemsetD2D8_v2", memory, pitch, static_cast<unsigned char>(1), pitch + 1, rows);
     EXPECT_RESULT(invalid_value, "cuMemsetD2D8Async", memory, pitch, static_cast<unsigned char>(1), u64{7}, rows + 1,
                   Handle{0});
+    // The pitch (51) and the address (memory + 2) must be multiples of the element size.
     EXPECT_RESULT(invalid_value, "cuMemsetD2D16Async", memory, u64{51}, static_cast<unsigned short>(1), u64{7}, rows,
                   Handle{0});
     EXPECT_RESULT(invalid_value, "cuMemsetD2D32_v2", memory + 2, pitch, 1U, u64{7}, rows);
     EXPECT_SUCCESS("cuMemsetD2D8_v2", memory, u64{0}, static_cast<unsigned char>(1), u64{7}, u64{0});
-    check_filled_rows(0, {1});
+    check_and_reset_rows(0, {1});
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 

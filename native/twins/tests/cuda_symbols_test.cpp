@@ -1,6 +1,6 @@
-// Tests of the functions that the software twin of libcuda exports. They match the contract (a list in
-// native/twins/contracts), unimplemented functions fail as documented, and cuGetProcAddress finds every function that
-// cuda-bindings queries. Also tests of error names, of calls before cuInit, and of a forked child.
+// Tests that the software twin of libcuda exports the functions of its contract (a list in native/twins/contracts),
+// that unimplemented functions fail as documented, and that cuGetProcAddress finds every function that cuda-bindings
+// requests. Also tests of error names, of calls before cuInit, and of a forked child.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -39,80 +39,85 @@ void test_exports_match_contract() {
         CHECK(conventions[function.symbol] == function.convention);
         conventions.erase(function.symbol);
     }
+    // functions.def lacks only the functions of the control interface.
     CHECK(conventions.size() == 3 && conventions.contains("gdrkit_twin_ledger") &&
           conventions.contains("gdrkit_twin_faults") && conventions.contains("gdrkit_twin_gpu_usage"));
 }
 
 void test_unimplemented_functions_fail() {
-    int count = 0;
+    int unimplemented_count = 0;
     for (const Function& function : functions) {
         if (std::string_view(function.convention) == "not_supported") {
             EXPECT_RESULT(not_supported, function.symbol);
-            ++count;
+            ++unimplemented_count;
         }
     }
-    CHECK(count > 300);
+    CHECK(unimplemented_count > 300);
 }
 
-// The twin has no export tables. It sets the pointer to null, so that the CUDA runtime does not use an old value.
+// The twin has no export tables. cuGetExportTable stores null, so that the CUDA runtime does not use an old value.
 void test_export_table_is_null() {
     int content = 0;
-    const void* table = &content;
-    EXPECT_RESULT(not_supported, "cuGetExportTable", &table, static_cast<const void*>(&content));
-    CHECK(table == nullptr);
+    const void* export_table = &content;
+    EXPECT_RESULT(not_supported, "cuGetExportTable", &export_table, static_cast<const void*>(&content));
+    CHECK(export_table == nullptr);
 }
 
 void test_proc_address_returns_newest_form() {
     for (const auto& [name, version_text] : read_table(GDRKIT_CONTRACTS "/cuda.symbols")) {
         const int version = std::stoi(version_text);
-        const Function* newest = nullptr;
+        // The newest form of the function that the requested version of CUDA already had.
+        const Function* newest_form = nullptr;
         bool is_known = false;
         for (const Function& function : functions) {
             is_known |= name == function.name;
             if (name == function.name && function.since != 0 && function.since <= version &&
-                (newest == nullptr || function.since > newest->since)) {
-                newest = &function;
+                (newest_form == nullptr || function.since > newest_form->since)) {
+                newest_form = &function;
             }
         }
-        CHECK(is_known && newest != nullptr);
-        void* entry = nullptr;
-        int status = -1;
+        CHECK(is_known && newest_form != nullptr);
+        void* function_address = nullptr;
+        int lookup_status = -1;
         for (const u64 flags : {u64{proc_default}, u64{proc_legacy_stream}, u64{proc_per_thread_stream}}) {
-            const int result = call_driver("cuGetProcAddress_v2", name.c_str(), &entry, version, flags, &status);
+            const int result =
+                call_driver("cuGetProcAddress_v2", name.c_str(), &function_address, version, flags, &lookup_status);
             if (version > driver_version) {
                 CHECK(result == invalid_value);
                 continue;
             }
-            CHECK(result == success && status == proc_success);
-            CHECK(entry != nullptr && entry == dlsym(driver(), newest->symbol));
+            CHECK(result == success && lookup_status == proc_success);
+            CHECK(function_address != nullptr && function_address == dlsym(driver(), newest_form->symbol));
         }
     }
 }
 
 void test_proc_address_reports_unknown_functions() {
-    void* entry = nullptr;
-    int status = -1;
-    EXPECT_SUCCESS("cuGetProcAddress_v2", "cuNothing", &entry, 12000, u64{0}, &status);
-    CHECK(entry == nullptr && status == proc_symbol_not_found);
-    EXPECT_SUCCESS("cuGetProcAddress_v2", "cuMemAlloc_v2", &entry, 12000, u64{0}, &status);
-    CHECK(entry == nullptr && status == proc_symbol_not_found);
-    EXPECT_SUCCESS("cuGetProcAddress_v2", "cuMemAlloc", &entry, 1000, u64{0}, &status);
-    CHECK(entry == nullptr && status == proc_version_not_sufficient);
-    EXPECT_RESULT(invalid_value, "cuGetProcAddress_v2", "cuMemAlloc", &entry, 13010, u64{0}, &status);
-    EXPECT_RESULT(invalid_value, "cuGetProcAddress_v2", "cuInit", &entry, 12000, u64{8}, &status);
-    EXPECT_RESULT(not_found, "cuGetProcAddress", "cuNothing", &entry, 12000, u64{0});
-    EXPECT_SUCCESS("cuGetProcAddress", "cuMemAlloc", &entry, 13000, u64{0});
-    CHECK(entry == dlsym(driver(), "cuMemAlloc_v2"));
+    void* function_address = nullptr;
+    int lookup_status = -1;
+    EXPECT_SUCCESS("cuGetProcAddress_v2", "cuNothing", &function_address, 12000, u64{0}, &lookup_status);
+    CHECK(function_address == nullptr && lookup_status == proc_symbol_not_found);
+    // cuGetProcAddress expects names without the suffix _v2, and a version that is not newer than the driver (13000).
+    EXPECT_SUCCESS("cuGetProcAddress_v2", "cuMemAlloc_v2", &function_address, 12000, u64{0}, &lookup_status);
+    CHECK(function_address == nullptr && lookup_status == proc_symbol_not_found);
+    EXPECT_SUCCESS("cuGetProcAddress_v2", "cuMemAlloc", &function_address, 1000, u64{0}, &lookup_status);
+    CHECK(function_address == nullptr && lookup_status == proc_version_not_sufficient);
+    EXPECT_RESULT(invalid_value, "cuGetProcAddress_v2", "cuMemAlloc", &function_address, 13010, u64{0}, &lookup_status);
+    EXPECT_RESULT(invalid_value, "cuGetProcAddress_v2", "cuInit", &function_address, 12000, u64{8},
+                  &lookup_status); // 8 is not a flag
+    EXPECT_RESULT(not_found, "cuGetProcAddress", "cuNothing", &function_address, 12000, u64{0});
+    EXPECT_SUCCESS("cuGetProcAddress", "cuMemAlloc", &function_address, 13000, u64{0});
+    CHECK(function_address == dlsym(driver(), "cuMemAlloc_v2"));
 }
 
 void test_error_names() {
-    const char* text = nullptr;
-    EXPECT_SUCCESS("cuGetErrorName", 801, &text);
-    CHECK(std::string_view(text) == "CUDA_ERROR_NOT_SUPPORTED");
-    EXPECT_SUCCESS("cuGetErrorString", 1, &text);
-    CHECK(std::string_view(text) == "invalid argument");
-    EXPECT_RESULT(invalid_value, "cuGetErrorName", 5555, &text);
-    CHECK(text == nullptr);
+    const char* error_text = nullptr;
+    EXPECT_SUCCESS("cuGetErrorName", 801, &error_text);
+    CHECK(std::string_view(error_text) == "CUDA_ERROR_NOT_SUPPORTED");
+    EXPECT_SUCCESS("cuGetErrorString", 1, &error_text);
+    CHECK(std::string_view(error_text) == "invalid argument");
+    EXPECT_RESULT(invalid_value, "cuGetErrorName", 5555, &error_text);
+    CHECK(error_text == nullptr);
 }
 
 // Before cuInit only functions that do not need the driver succeed. In a forked child even cuInit fails.

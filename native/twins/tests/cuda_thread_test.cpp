@@ -13,15 +13,15 @@ constexpr int rounds_count = 40;
 
 void allocate_copy_free(unsigned seed) {
     Handle stream = 0;
-    EXPECT_SUCCESS("cuStreamCreate", &stream, seed % 2);
+    EXPECT_SUCCESS("cuStreamCreate", &stream, seed % 2); // every second thread uses a non-blocking stream
     for (int round = 0; round < rounds_count; ++round) {
-        const u64 size = 1 + (seed * 977 + static_cast<unsigned>(round) * 131) % 20000;
-        const u64 memory = allocate(size);
-        const auto bytes = make_pattern(size, seed);
-        EXPECT_SUCCESS("cuMemcpyHtoDAsync_v2", memory, static_cast<const void*>(bytes.data()), size, stream);
+        const u64 length_bytes = 1 + (seed * 977 + static_cast<unsigned>(round) * 131) % 20000;
+        const u64 memory = allocate(length_bytes);
+        const auto bytes = make_pattern(length_bytes, seed);
+        EXPECT_SUCCESS("cuMemcpyHtoDAsync_v2", memory, static_cast<const void*>(bytes.data()), length_bytes, stream);
         EXPECT_SUCCESS("cuStreamSynchronize", stream);
-        CHECK(read_device(memory, size) == bytes);
-        EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(1), size, stream);
+        CHECK(read_device(memory, length_bytes) == bytes);
+        EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(1), length_bytes, stream);
         query_free_memory();
         EXPECT_SUCCESS("cuMemFree_v2", memory);
     }
@@ -35,9 +35,9 @@ void serve_requests(u64 memory, std::atomic<bool>* must_stop) {
     EXPECT_SUCCESS("cuCtxSetCurrent", context);
     std::vector<unsigned char> bytes(100);
     while (!*must_stop) {
-        u64 base = 0, length = 0;
-        EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, memory + 5);
-        CHECK(base == memory && length == 4096 && query_buffer_id(memory) != 0);
+        u64 base = 0, length_bytes = 0;
+        EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length_bytes, memory + 5);
+        CHECK(base == memory && length_bytes == 4096 && query_buffer_id(memory) != 0);
         write_device(memory, bytes);
         bytes = read_device(memory, 100);
     }

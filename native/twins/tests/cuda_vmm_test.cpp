@@ -15,12 +15,12 @@ constexpr u64 granule_bytes = 2 << 20; // granularity of reservations and alloca
 constexpr char importer_has_written = 'd', owner_has_released = 'x';
 
 AllocationProperties make_properties(int device = 0) {
-    AllocationProperties requested{};
-    requested.type = allocation_pinned;
-    requested.requested_handle_types = handle_posix_fd;
-    requested.location = {location_device, device};
-    requested.gpu_direct_rdma_capable = 1;
-    return requested;
+    AllocationProperties requested_properties{};
+    requested_properties.type = allocation_pinned;
+    requested_properties.requested_handle_types = handle_posix_fd;
+    requested_properties.location = {location_device, device};
+    requested_properties.gpu_direct_rdma_capable = 1;
+    return requested_properties;
 }
 
 u64 reserve_addresses(u64 length_bytes) {
@@ -31,8 +31,8 @@ u64 reserve_addresses(u64 length_bytes) {
 
 Handle create_memory(u64 length_bytes = granule_bytes) {
     Handle handle = 0;
-    const AllocationProperties requested = make_properties();
-    EXPECT_SUCCESS("cuMemCreate", &handle, length_bytes, &requested, u64{0});
+    const AllocationProperties requested_properties = make_properties();
+    EXPECT_SUCCESS("cuMemCreate", &handle, length_bytes, &requested_properties, u64{0});
     return handle;
 }
 
@@ -40,8 +40,8 @@ void map_memory(u64 pointer, Handle handle, u64 length_bytes = granule_bytes) {
     EXPECT_SUCCESS("cuMemMap", pointer, length_bytes, u64{0}, handle, u64{0});
 }
 
-int set_access(u64 pointer, u64 length_bytes, int flags, int type = location_device, int device = 0) {
-    const AccessDescription access{{type, device}, flags};
+int set_access(u64 pointer, u64 length_bytes, int access_flags, int location_type = location_device, int device = 0) {
+    const AccessDescription access{{location_type, device}, access_flags};
     return call_driver("cuMemSetAccess", pointer, length_bytes, &access, u64{1});
 }
 
@@ -80,16 +80,17 @@ void test_exported_memory_is_shared_by_processes() {
                   static_cast<int>(handle_fabric), u64{0});
     EXPECT_SUCCESS("cuMemExportToShareableHandle", static_cast<void*>(&fd), handle, static_cast<int>(handle_posix_fd),
                    u64{0});
-    Fd shareable(fd);
+    Fd shareable_fd(fd);
     CHECK(send_fds(importer.socket(), {&fd, 1}));
     CHECK(receive_value<char>(importer.socket()) == importer_has_written);
     CHECK(read_device(pointer, 1000) == make_pattern(1000, 6));
-    shareable.reset();
+    shareable_fd.reset();
     EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
     EXPECT_SUCCESS("cuMemRelease", handle);
     EXPECT_SUCCESS("cuMemAddressFree", pointer, granule_bytes);
     CHECK(free_before - query_free_memory() == granule_bytes); // the importer still references the memory
     send_value(importer.socket(), owner_has_released);
+    // Wait until the importer has exited: the kernel then closes its socket.
     char byte = 0;
     CHECK(recv(importer.socket(), &byte, 1, 0) == 0);
     CHECK(wait_for_free_memory(free_before));
@@ -97,9 +98,10 @@ void test_exported_memory_is_shared_by_processes() {
 
 void test_copy_crosses_adjacent_mappings() {
     const u64 pointer = reserve_addresses(4 * granule_bytes);
-    const Handle first = create_memory(), second = create_memory();
-    map_memory(pointer, first);
-    map_memory(pointer + granule_bytes, second);
+    const Handle first_handle = create_memory(), second_handle = create_memory();
+    map_memory(pointer, first_handle);
+    map_memory(pointer + granule_bytes, second_handle);
+    // A new mapping allows no access. cuMemSetAccess needs whole mappings and an existing device.
     const auto bytes = make_pattern(1000, 7);
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, static_cast<const void*>(bytes.data()), u64{1000});
     CHECK(set_access(pointer, 2 * granule_bytes, access_read_write) == success);
@@ -110,13 +112,14 @@ void test_copy_crosses_adjacent_mappings() {
     // A copy may cross from one mapping into the next. A query describes only the mapping of its pointer.
     write_device(pointer + granule_bytes - 500, bytes);
     CHECK(read_device(pointer + granule_bytes - 500, 1000) == bytes);
-    u64 base = 0, length = 0;
-    EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, pointer + granule_bytes + 5);
-    CHECK(base == pointer + granule_bytes && length == granule_bytes);
-    const u64 first_id = query_buffer_id(pointer);
-    CHECK(query_buffer_id(pointer + granule_bytes) > first_id);
-    const unsigned enabled = 1;
-    EXPECT_RESULT(not_supported, "cuPointerSetAttribute", static_cast<const void*>(&enabled),
+    u64 base = 0, length_bytes = 0;
+    EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length_bytes, pointer + granule_bytes + 5);
+    CHECK(base == pointer + granule_bytes && length_bytes == granule_bytes);
+    const u64 first_buffer_id = query_buffer_id(pointer);
+    CHECK(query_buffer_id(pointer + granule_bytes) > first_buffer_id);
+    // The attribute SYNC_MEMOPS cannot be set for mapped memory.
+    const unsigned sync_memops = 1;
+    EXPECT_RESULT(not_supported, "cuPointerSetAttribute", static_cast<const void*>(&sync_memops),
                   static_cast<int>(pointer_sync_memops), pointer);
     // A dma-buf can span both mappings but no unmapped addresses.
     int fd = -1;
@@ -126,44 +129,48 @@ void test_copy_crosses_adjacent_mappings() {
     close(fd);
     EXPECT_RESULT(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, 3 * granule_bytes,
                   range_handle_dmabuf, u64{0});
-    // Set read-only access.
+    // A read-only mapping refuses writes.
     CHECK(set_access(pointer, granule_bytes, access_read) == success);
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, static_cast<const void*>(bytes.data()), u64{10});
     read_device(pointer, 10);
-    u64 flags = 9;
+    u64 access_flags = 9;
     const Location first_device{location_device, 0}, second_device{location_device, 1};
-    EXPECT_SUCCESS("cuMemGetAccess", &flags, &first_device, pointer);
-    CHECK(flags == access_read);
-    EXPECT_SUCCESS("cuMemGetAccess", &flags, &second_device, pointer);
-    CHECK(flags == access_none);
+    EXPECT_SUCCESS("cuMemGetAccess", &access_flags, &first_device, pointer);
+    CHECK(access_flags == access_read);
+    EXPECT_SUCCESS("cuMemGetAccess", &access_flags, &second_device, pointer);
+    CHECK(access_flags == access_none);
     // Unmapping a part of a mapping is an error, but unmapping addresses without a mapping is not. A new mapping has a
     // new buffer id.
     EXPECT_RESULT(invalid_value, "cuMemUnmap", pointer, u64{4096});
     EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
     EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
-    map_memory(pointer, first);
-    CHECK(query_buffer_id(pointer) > first_id);
+    map_memory(pointer, first_handle);
+    CHECK(query_buffer_id(pointer) > first_buffer_id);
     EXPECT_RESULT(invalid_value, "cuMemAddressFree", pointer, 4 * granule_bytes);
     EXPECT_SUCCESS("cuMemUnmap", pointer, 4 * granule_bytes);
-    EXPECT_SUCCESS("cuMemRelease", first);
-    EXPECT_SUCCESS("cuMemRelease", second);
+    EXPECT_SUCCESS("cuMemRelease", first_handle);
+    EXPECT_SUCCESS("cuMemRelease", second_handle);
     EXPECT_RESULT(invalid_value, "cuMemAddressFree", pointer, granule_bytes);
     EXPECT_SUCCESS("cuMemAddressFree", pointer, 4 * granule_bytes);
 }
 
 void test_reserved_addresses_are_not_mapped() {
     const u64 pointer = reserve_addresses(granule_bytes);
-    u64 start = 0, size = 0;
+    // cuPointerGetAttributes describes a reservation. cuPointerGetAttribute fails for it.
+    u64 range_start = 0, range_bytes = 0;
     unsigned is_mapped = 7;
-    const int numbers[] = {pointer_mapped, pointer_range_start, pointer_range_size};
-    void* results[] = {&is_mapped, &start, &size};
-    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, results, pointer + 5);
-    CHECK(is_mapped == 0 && start == pointer && size == granule_bytes);
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", results[0], static_cast<int>(pointer_mapped), pointer);
+    const int attributes[] = {pointer_mapped, pointer_range_start, pointer_range_size};
+    void* result_pointers[] = {&is_mapped, &range_start, &range_bytes};
+    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, attributes, result_pointers, pointer + 5);
+    CHECK(is_mapped == 0 && range_start == pointer && range_bytes == granule_bytes);
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result_pointers[0], static_cast<int>(pointer_mapped),
+                  pointer);
     u64 other_pointer = 0;
     EXPECT_RESULT(invalid_value, "cuMemAddressReserve", &other_pointer, u64{4096}, u64{0}, u64{0}, u64{0});
-    EXPECT_RESULT(invalid_value, "cuMemAddressReserve", &other_pointer, granule_bytes, u64{3}, u64{0}, u64{0});
-    // The size overflows: the call must fail and must not unmap memory of this process.
+    EXPECT_RESULT(invalid_value, "cuMemAddressReserve", &other_pointer, granule_bytes, u64{3}, u64{0},
+                  u64{0}); // the alignment must be a power of two
+    // The sum of the length and the alignment overflows 64 bits. The call must fail, and must not unmap memory of this
+    // process.
     EXPECT_RESULT(out_of_memory, "cuMemAddressReserve", &other_pointer, (u64{1} << 63) + granule_bytes, u64{1} << 63,
                   u64{0}, u64{0});
     EXPECT_SUCCESS("cuMemAddressReserve", &other_pointer, granule_bytes, 8 * granule_bytes, u64{0}, u64{0});
@@ -175,9 +182,11 @@ void test_reserved_addresses_are_not_mapped() {
 void test_released_handle_can_be_retained_again() {
     const u64 pointer = reserve_addresses(2 * granule_bytes);
     Handle handle = create_memory(), retained_handle = 0;
-    AllocationProperties reported{}, requested = make_properties();
-    EXPECT_SUCCESS("cuMemGetAllocationPropertiesFromHandle", &reported, handle);
-    CHECK(reported.gpu_direct_rdma_capable == 1 && reported.requested_handle_types == handle_posix_fd);
+    AllocationProperties reported_properties{}, requested_properties = make_properties();
+    EXPECT_SUCCESS("cuMemGetAllocationPropertiesFromHandle", &reported_properties, handle);
+    CHECK(reported_properties.gpu_direct_rdma_capable == 1 &&
+          reported_properties.requested_handle_types == handle_posix_fd);
+    // The twin maps only a whole allocation, and only at reserved addresses.
     EXPECT_RESULT(not_supported, "cuMemMap", pointer, granule_bytes, granule_bytes, handle, u64{0});
     EXPECT_RESULT(not_supported, "cuMemMap", pointer, 2 * granule_bytes, u64{0}, handle, u64{0});
     EXPECT_RESULT(invalid_value, "cuMemMap", u64{0x10000000000}, granule_bytes, u64{0}, handle, u64{0});
@@ -197,21 +206,24 @@ void test_released_handle_can_be_retained_again() {
     EXPECT_SUCCESS("cuMemRelease", retained_handle);
     EXPECT_SUCCESS("cuMemUnmap", pointer, 2 * granule_bytes);
     EXPECT_SUCCESS("cuMemAddressFree", pointer, 2 * granule_bytes);
-    u64 granularity = 0;
-    EXPECT_SUCCESS("cuMemGetAllocationGranularity", &granularity, &requested, 0);
-    CHECK(granularity == granule_bytes);
-    EXPECT_RESULT(invalid_value, "cuMemGetAllocationGranularity", &granularity, &requested, 2);
-    EXPECT_RESULT(invalid_value, "cuMemCreate", &handle, u64{4096}, &requested, u64{0});
-    EXPECT_RESULT(out_of_memory, "cuMemCreate", &handle, u64{16} << 30, &requested, u64{0});
-    requested.location.id = 9;
-    EXPECT_RESULT(invalid_device, "cuMemCreate", &handle, granule_bytes, &requested, u64{0});
-    requested.location.type = location_host;
-    EXPECT_RESULT(not_supported, "cuMemCreate", &handle, granule_bytes, &requested, u64{0});
-    const auto type = static_cast<int>(handle_posix_fd);
-    EXPECT_RESULT(unknown_error, "cuMemImportFromShareableHandle", &handle, reinterpret_cast<void*>(9999L), type);
+    u64 granularity_bytes = 0;
+    EXPECT_SUCCESS("cuMemGetAllocationGranularity", &granularity_bytes, &requested_properties, 0);
+    CHECK(granularity_bytes == granule_bytes);
+    EXPECT_RESULT(invalid_value, "cuMemGetAllocationGranularity", &granularity_bytes, &requested_properties,
+                  2); // not an option
+    EXPECT_RESULT(invalid_value, "cuMemCreate", &handle, u64{4096}, &requested_properties, u64{0});
+    EXPECT_RESULT(out_of_memory, "cuMemCreate", &handle, u64{16} << 30, &requested_properties, u64{0});
+    requested_properties.location.id = 9;
+    EXPECT_RESULT(invalid_device, "cuMemCreate", &handle, granule_bytes, &requested_properties, u64{0});
+    requested_properties.location.type = location_host;
+    EXPECT_RESULT(not_supported, "cuMemCreate", &handle, granule_bytes, &requested_properties, u64{0});
+    // 9999 is not an open descriptor, and /dev/null is not an exported allocation.
+    const auto handle_type = static_cast<int>(handle_posix_fd);
+    EXPECT_RESULT(unknown_error, "cuMemImportFromShareableHandle", &handle, reinterpret_cast<void*>(9999L),
+                  handle_type);
     const Fd dev_null(open("/dev/null", O_RDONLY));
     EXPECT_RESULT(invalid_value, "cuMemImportFromShareableHandle", &handle,
-                  reinterpret_cast<void*>(static_cast<long>(dev_null.get())), type);
+                  reinterpret_cast<void*>(static_cast<long>(dev_null.get())), handle_type);
 }
 
 void test_second_release_aborts() {

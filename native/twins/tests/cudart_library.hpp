@@ -11,26 +11,27 @@ namespace gdrkit::twin::cudart {
 
 using cuda::u64;
 
+// Return the dlopen handle of the twin of the CUDA runtime.
 inline void* runtime() {
     static void* const handle = [] {
-        cuda::driver(); // The runtime then finds the driver by its SONAME.
-        void* const library = dlopen(GDRKIT_CUDART_TWIN, RTLD_NOW | RTLD_LOCAL);
-        if (library == nullptr) {
+        cuda::driver(); // open the CUDA twin first, so that the runtime finds it by its SONAME
+        void* const runtime_handle = dlopen(GDRKIT_CUDART_TWIN, RTLD_NOW | RTLD_LOCAL);
+        if (runtime_handle == nullptr) {
             std::fprintf(stderr, "%s\n", dlerror());
             std::exit(1);
         }
-        return library;
+        return runtime_handle;
     }();
     return handle;
 }
 
 inline void* find_function(const char* symbol) {
-    void* const entry = dlsym(runtime(), symbol);
-    if (entry == nullptr) {
+    void* const function_address = dlsym(runtime(), symbol);
+    if (function_address == nullptr) {
         std::fprintf(stderr, "%s is not exported\n", symbol);
         std::exit(1);
     }
-    return entry;
+    return function_address;
 }
 
 // Call a function by name. Arguments must have the types of the interface: lengths and handles are u64.
@@ -38,7 +39,7 @@ template <typename... Arguments> int call_runtime(const char* symbol, Arguments.
     return reinterpret_cast<int (*)(Arguments...)>(find_function(symbol))(arguments...);
 }
 
-// Check that a function returns this code.
+// Call a function of the runtime by name, and check that it returns `code`.
 #define EXPECT_ERROR(code, ...)                                                                                        \
     do {                                                                                                               \
         const int error_ = call_runtime(__VA_ARGS__);                                                                  \
@@ -56,13 +57,13 @@ inline void* allocate(u64 length_bytes) {
     return pointer;
 }
 
-inline void write_memory(void* to, const std::vector<unsigned char>& bytes) {
-    EXPECT_OK("cudaMemcpy", to, static_cast<const void*>(bytes.data()), u64{bytes.size()}, int{host_to_device});
+inline void write_memory(void* to_address, const std::vector<unsigned char>& bytes) {
+    EXPECT_OK("cudaMemcpy", to_address, static_cast<const void*>(bytes.data()), u64{bytes.size()}, int{host_to_device});
 }
 
-inline std::vector<unsigned char> read_memory(const void* from, u64 length_bytes) {
+inline std::vector<unsigned char> read_memory(const void* from_address, u64 length_bytes) {
     std::vector<unsigned char> bytes(length_bytes);
-    EXPECT_OK("cudaMemcpy", static_cast<void*>(bytes.data()), from, length_bytes, int{device_to_host});
+    EXPECT_OK("cudaMemcpy", static_cast<void*>(bytes.data()), from_address, length_bytes, int{device_to_host});
     return bytes;
 }
 
@@ -76,12 +77,12 @@ template <typename Body> std::string capture_stderr(Body&& body) {
     CHECK(dup2(saved_fd, STDERR_FILENO) >= 0);
     close(saved_fd);
     std::rewind(file);
-    std::string text;
+    std::string stderr_text;
     for (int byte = std::fgetc(file); byte != EOF; byte = std::fgetc(file)) {
-        text += static_cast<char>(byte);
+        stderr_text += static_cast<char>(byte);
     }
     std::fclose(file);
-    return text;
+    return stderr_text;
 }
 
 } // namespace gdrkit::twin::cudart

@@ -21,7 +21,9 @@ constexpr unsigned char canary = 0xee;
 // Blocks a stream until open() is called.
 class Gate {
 public:
-    Gate(const char* launch, u64 stream) { EXPECT_OK(launch, stream, &Gate::wait, static_cast<void*>(this)); }
+    Gate(const char* launch_symbol, u64 stream) {
+        EXPECT_OK(launch_symbol, stream, &Gate::wait, static_cast<void*>(this));
+    }
     void open() {
         is_open_ = true;
         is_open_.notify_all();
@@ -39,28 +41,29 @@ int get_selected_device() {
 }
 
 void test_versions_and_devices() {
-    int version = 0, count = 0, major = 0, can_access = 0;
+    int version = 0, device_count = 0, major = 0, can_access = 0;
     EXPECT_OK("cudaRuntimeGetVersion", &version);
     CHECK(version / 1000 == GDRKIT_CUDART_MAJOR);
     EXPECT_OK("cudaDriverGetVersion", &version);
     CHECK(version == cuda::driver_version);
-    EXPECT_OK("cudaGetDeviceCount", &count);
-    CHECK(count == 2 && get_selected_device() == 0);
-    EXPECT_OK("cudaDeviceGetAttribute", &major, 75, 1);
+    EXPECT_OK("cudaGetDeviceCount", &device_count);
+    CHECK(device_count == 2 && get_selected_device() == 0);
+    EXPECT_OK("cudaDeviceGetAttribute", &major, 75, 1); // cudaDevAttrComputeCapabilityMajor
     CHECK(major == 9);
     EXPECT_OK("cudaDeviceCanAccessPeer", &can_access, 0, 1);
     CHECK(can_access == 1);
     EXPECT_ERROR(invalid_device, "cudaSetDevice", 2);
     EXPECT_ERROR(invalid_device, "cudaSetDevice", -1);
     CHECK(get_selected_device() == 0);
-    void* entry = nullptr;
-    EXPECT_OK("cudaGetDriverEntryPointByVersion", "cuMemAlloc", &entry, 12000U, u64{0}, static_cast<int*>(nullptr));
-    CHECK(entry == dlsym(cuda::driver(), "cuMemAlloc_v2"));
+    void* function_address = nullptr;
+    EXPECT_OK("cudaGetDriverEntryPointByVersion", "cuMemAlloc", &function_address, 12000U, u64{0},
+              static_cast<int*>(nullptr));
+    CHECK(function_address == dlsym(cuda::driver(), "cuMemAlloc_v2"));
 }
 
-// The properties agree with the driver, and nothing is written past the end of the structure.
+// cudaGetDeviceProperties returns the values of the driver, and writes nothing past the end of the structure.
 void test_properties_fill_the_structure() {
-    const auto query = [](const char* symbol, u64 length_bytes) {
+    const auto query_properties = [](const char* symbol, u64 length_bytes) {
         std::vector<unsigned char> bytes(4096, canary);
         EXPECT_OK(symbol, static_cast<void*>(bytes.data()), 1);
         CHECK(std::all_of(bytes.begin() + static_cast<long>(length_bytes), bytes.end(),
@@ -71,22 +74,23 @@ void test_properties_fill_the_structure() {
     };
     std::vector<DeviceProperties> all_properties;
     if (GDRKIT_CUDART_MAJOR == 12) {
-        // cudaGetDeviceProperties is for programs that were built for CUDA 11.
-        all_properties = {query("cudaGetDeviceProperties", offsetof(DeviceProperties, host_register_supported)),
-                          query("cudaGetDeviceProperties_v2", sizeof(DeviceProperties))};
+        // Programs that were built for CUDA 11 call cudaGetDeviceProperties, with a smaller structure.
+        all_properties = {
+            query_properties("cudaGetDeviceProperties", offsetof(DeviceProperties, host_register_supported)),
+            query_properties("cudaGetDeviceProperties_v2", sizeof(DeviceProperties))};
     } else {
-        all_properties = {query("cudaGetDeviceProperties", sizeof(DeviceProperties))};
+        all_properties = {query_properties("cudaGetDeviceProperties", sizeof(DeviceProperties))};
     }
     for (const DeviceProperties& properties : all_properties) {
         char name[256] = {};
         cuda::Uuid uuid{};
-        int bus = 0;
+        int bus_id = 0;
         cuda::call_driver("cuDeviceGetName", static_cast<char*>(name), 256, 1);
         cuda::call_driver("cuDeviceGetUuid_v2", &uuid, 1);
-        EXPECT_OK("cudaDeviceGetAttribute", &bus, 33, 1);
+        EXPECT_OK("cudaDeviceGetAttribute", &bus_id, 33, 1); // cudaDevAttrPciBusId
         CHECK(std::string_view(properties.name) == name);
         CHECK(std::memcmp(properties.uuid, &uuid, sizeof uuid) == 0);
-        CHECK(properties.major == 9 && properties.warp_size == 32 && properties.pci_bus_id == bus);
+        CHECK(properties.major == 9 && properties.warp_size == 32 && properties.pci_bus_id == bus_id);
         CHECK(properties.total_global_bytes > u64{1} << 30 && properties.unified_addressing == 1);
         CHECK(properties.threads_dimensions_max[2] == 64 && properties.shared_bytes_per_block == 49152);
     }
@@ -100,68 +104,72 @@ void test_ranges_are_copied() {
     const auto bytes = make_pattern(1000, 1);
     write_memory(memory, bytes);
     CHECK(read_memory(memory, 1000) == bytes);
-    std::vector<unsigned char> host(1000);
+    std::vector<unsigned char> host_bytes(1000);
     for (const char* symbol : {"cudaMemcpy", "cudaMemcpy_ptds"}) {
-        std::ranges::fill(host, canary);
-        EXPECT_OK(symbol, static_cast<void*>(host.data()), static_cast<const void*>(memory), u64{1000}, int{inferred});
-        CHECK(host == bytes);
+        std::ranges::fill(host_bytes, canary);
+        EXPECT_OK(symbol, static_cast<void*>(host_bytes.data()), static_cast<const void*>(memory), u64{1000},
+                  int{inferred});
+        CHECK(host_bytes == bytes);
     }
-    EXPECT_OK("cudaMemset", memory, 0x1ee, u64{10});
+    EXPECT_OK("cudaMemset", memory, 0x1ee, u64{10}); // only the low byte counts
     CHECK(read_memory(memory, 11)[9] == canary && read_memory(memory, 11)[10] == bytes[10]);
     EXPECT_ERROR(invalid_value, "cudaMemset", memory, 0, u64{1001});
-    EXPECT_ERROR(invalid_memcpy_direction, "cudaMemcpy", memory, static_cast<const void*>(host.data()), u64{1}, 5);
-    EXPECT_ERROR(invalid_value, "cudaMemcpy", static_cast<void*>(host.data()), static_cast<const void*>(host.data()),
-                 u64{1}, int{host_to_device});
-    EXPECT_ERROR(invalid_value, "cudaMemcpy", memory, static_cast<const void*>(host.data()), u64{1001},
+    EXPECT_ERROR(invalid_memcpy_direction, "cudaMemcpy", memory, static_cast<const void*>(host_bytes.data()), u64{1},
+                 5); // not a direction
+    EXPECT_ERROR(invalid_value, "cudaMemcpy", static_cast<void*>(host_bytes.data()),
+                 static_cast<const void*>(host_bytes.data()), u64{1}, int{host_to_device});
+    EXPECT_ERROR(invalid_value, "cudaMemcpy", memory, static_cast<const void*>(host_bytes.data()), u64{1001},
                  int{host_to_device});
     EXPECT_OK("cudaFree", memory);
-    EXPECT_ERROR(invalid_value, "cudaMemcpy", memory, static_cast<const void*>(host.data()), u64{1},
+    EXPECT_ERROR(invalid_value, "cudaMemcpy", memory, static_cast<const void*>(host_bytes.data()), u64{1},
                  int{host_to_device});
 }
 
 void test_rows_and_volumes_are_copied() {
     void* pitched_memory = nullptr;
-    u64 pitch = 0;
+    u64 pitch_bytes = 0;
     constexpr u64 width = 30, rows = 4, slices = 3;
-    EXPECT_OK("cudaMallocPitch", &pitched_memory, &pitch, width, rows);
-    CHECK(pitch >= width && pitch % 512 == 0);
+    EXPECT_OK("cudaMallocPitch", &pitched_memory, &pitch_bytes, width, rows);
+    CHECK(pitch_bytes >= width && pitch_bytes % 512 == 0);
     const auto bytes = make_pattern(width * rows * slices, 2);
     std::vector<unsigned char> read_bytes(width * rows * slices);
     for (const char* symbol : {"cudaMemcpy2D", "cudaMemcpy2D_ptds"}) {
-        EXPECT_OK(symbol, pitched_memory, pitch, static_cast<const void*>(bytes.data()), width, width, rows,
+        EXPECT_OK(symbol, pitched_memory, pitch_bytes, static_cast<const void*>(bytes.data()), width, width, rows,
                   int{host_to_device});
-        EXPECT_OK(symbol, static_cast<void*>(read_bytes.data()), width, static_cast<const void*>(pitched_memory), pitch,
-                  width, rows, int{device_to_host});
+        EXPECT_OK(symbol, static_cast<void*>(read_bytes.data()), width, static_cast<const void*>(pitched_memory),
+                  pitch_bytes, width, rows, int{device_to_host});
         CHECK(std::equal(bytes.begin(), bytes.begin() + width * rows, read_bytes.begin()));
         std::ranges::fill(read_bytes, canary);
     }
-    EXPECT_ERROR(invalid_pitch_value, "cudaMemcpy2D", pitched_memory, pitch, static_cast<const void*>(bytes.data()),
-                 width - 1, width, rows, int{host_to_device});
+    EXPECT_ERROR(invalid_pitch_value, "cudaMemcpy2D", pitched_memory, pitch_bytes,
+                 static_cast<const void*>(bytes.data()), width - 1, width, rows, int{host_to_device});
     EXPECT_ERROR(invalid_value, "cudaMemcpy2D", static_cast<void*>(read_bytes.data()), width,
-                 static_cast<const void*>(pitched_memory), pitch, width, rows, int{host_to_device});
+                 static_cast<const void*>(pitched_memory), pitch_bytes, width, rows, int{host_to_device});
     EXPECT_OK("cudaFree", pitched_memory);
     PitchedPointer volume{};
     const Extent extent{width, rows, slices};
     EXPECT_OK("cudaMalloc3D", &volume, extent);
     CHECK(volume.x_size == width && volume.y_size == rows);
-    const PitchedPointer host{read_bytes.data(), width, width, rows};
+    const PitchedPointer host_volume{read_bytes.data(), width, width, rows};
     Copy3d copy{};
     copy.from = {const_cast<unsigned char*>(bytes.data()), width, width, rows};
     copy.to = volume;
     copy.extent = extent;
     copy.kind = host_to_device;
     EXPECT_OK("cudaMemcpy3D", static_cast<const Copy3d*>(&copy));
-    copy = {nullptr, {0, 1, 1}, volume, nullptr, {}, host, {width, 2, 2}, device_to_host};
+    // Each side of a Copy3d is an array, a position and memory. Copy two rows, from row 1 on, of the slices 1 and 2.
+    copy = {nullptr, {0, 1, 1}, volume, nullptr, {}, host_volume, {width, 2, 2}, device_to_host};
     EXPECT_OK("cudaMemcpy3DAsync", static_cast<const Copy3d*>(&copy), u64{0});
     for (u64 slice = 0; slice < 2; ++slice) {
-        const auto from = bytes.begin() + static_cast<long>(((slice + 1) * rows + 1) * width);
-        CHECK(std::equal(from, from + 2 * width, read_bytes.begin() + static_cast<long>(slice * rows * width)));
+        const auto expected_bytes = bytes.begin() + static_cast<long>(((slice + 1) * rows + 1) * width);
+        CHECK(std::equal(expected_bytes, expected_bytes + 2 * width,
+                         read_bytes.begin() + static_cast<long>(slice * rows * width)));
     }
     EXPECT_OK("cudaMemset3D", volume, 7, extent);
-    copy = {nullptr, {}, volume, nullptr, {}, host, extent, device_to_host};
+    copy = {nullptr, {}, volume, nullptr, {}, host_volume, extent, device_to_host};
     EXPECT_OK("cudaMemcpy3D_ptds", static_cast<const Copy3d*>(&copy));
     CHECK(std::ranges::all_of(read_bytes, [](unsigned char byte) { return byte == 7; }));
-    copy.from_array = &copy;
+    copy.from_array = &copy; // not a handle of an array
     EXPECT_ERROR(cuda::invalid_handle, "cudaMemcpy3D", static_cast<const Copy3d*>(&copy));
     EXPECT_OK("cudaFree", volume.pointer);
 }
@@ -170,87 +178,90 @@ void test_rows_and_volumes_are_copied() {
 void test_volumes_are_filled() {
     PitchedPointer volume{};
     EXPECT_OK("cudaMalloc3D", &volume, Extent{30, 4, 3});
-    const u64 length_bytes = volume.pitch * 4 * 3;
-    const std::vector<unsigned char> bytes_before(length_bytes, canary);
+    const u64 volume_bytes = volume.pitch * 4 * 3;
+    const std::vector<unsigned char> bytes_before(volume_bytes, canary);
     write_memory(volume.pointer, bytes_before);
     for (const char* symbol : {"cudaMemset3D", "cudaMemset3D_ptds"}) {
+        // The sizes 2^62, 2^63 and 2^61 make the length of the memory overflow 64 bits.
         for (const Extent extent : {Extent{30, 4, 4}, Extent{30, 2, 4}, Extent{30, 5, 2}, Extent{30, 1, u64{1} << 62},
                                     Extent{30, u64{1} << 63, 4}}) {
             EXPECT_ERROR(invalid_value, symbol, volume, 7, extent);
         }
-        PitchedPointer flat = volume;
-        flat.y_size = 0;
-        EXPECT_ERROR(invalid_value, symbol, flat, 7, Extent{30, 1, u64{1} << 40});
+        PitchedPointer changed_volume = volume;
+        changed_volume.y_size = 0;
+        EXPECT_ERROR(invalid_value, symbol, changed_volume, 7, Extent{30, 1, u64{1} << 40});
         EXPECT_OK(symbol, volume, 7, Extent{30, 0, u64{1} << 40});
-        flat = volume;
-        flat.pitch = u64{1} << 61;
-        EXPECT_ERROR(invalid_value, symbol, flat, 7, Extent{30, 1, 2});
-        CHECK(read_memory(volume.pointer, length_bytes) == bytes_before);
+        changed_volume = volume;
+        changed_volume.pitch = u64{1} << 61;
+        EXPECT_ERROR(invalid_value, symbol, changed_volume, 7, Extent{30, 1, 2});
+        CHECK(read_memory(volume.pointer, volume_bytes) == bytes_before);
     }
     EXPECT_OK("cudaMemset3D", volume, 7, Extent{30, 2, 3});
-    const auto bytes = read_memory(volume.pointer, length_bytes);
-    for (u64 index = 0; index < length_bytes; ++index) {
+    const auto bytes = read_memory(volume.pointer, volume_bytes);
+    for (u64 index = 0; index < volume_bytes; ++index) {
         CHECK(bytes[index] == (index % volume.pitch < 30 && index / volume.pitch % 4 < 2 ? 7 : canary));
     }
     EXPECT_OK("cudaFree", volume.pointer);
-    void* host = nullptr;
-    EXPECT_OK("cudaMallocHost", &host, u64{24});
-    std::memset(host, canary, 24);
-    EXPECT_OK("cudaMemset3D", PitchedPointer{host, 2, 2, 4}, 7, Extent{2, 4, 3});
-    CHECK(std::all_of(static_cast<unsigned char*>(host), static_cast<unsigned char*>(host) + 24,
+    void* host_memory = nullptr;
+    EXPECT_OK("cudaMallocHost", &host_memory, u64{24});
+    std::memset(host_memory, canary, 24);
+    EXPECT_OK("cudaMemset3D", PitchedPointer{host_memory, 2, 2, 4}, 7, Extent{2, 4, 3});
+    CHECK(std::all_of(static_cast<unsigned char*>(host_memory), static_cast<unsigned char*>(host_memory) + 24,
                       [](unsigned char byte) { return byte == 7; }));
-    EXPECT_OK("cudaFreeHost", host);
+    EXPECT_OK("cudaFreeHost", host_memory);
 }
 
 // A copy of a volume between devices waits for earlier work of both devices, and their later work waits for the copy.
 void test_volumes_are_ordered_between_devices() {
-    void* const first = allocate(8);
-    write_memory(first, make_pattern(8, 6));
+    void* const first_memory = allocate(8);
+    write_memory(first_memory, make_pattern(8, 6));
     u64 stream = 0;
     EXPECT_OK("cudaSetDevice", 1);
-    void* const second = allocate(8);
-    void* pinned = nullptr;
-    EXPECT_OK("cudaMallocHost", &pinned, u64{8});
-    std::memset(pinned, canary, 8);
-    EXPECT_OK("cudaStreamCreateWithFlags", &stream, 1U);
+    void* const second_memory = allocate(8);
+    void* pinned_memory = nullptr;
+    EXPECT_OK("cudaMallocHost", &pinned_memory, u64{8});
+    std::memset(pinned_memory, canary, 8);
+    EXPECT_OK("cudaStreamCreateWithFlags", &stream, 1U); // cudaStreamNonBlocking
     PeerCopy3d copy{};
-    copy.from = {first, 2, 2, 2};
-    copy.to = {second, 2, 2, 2};
+    copy.from = {first_memory, 2, 2, 2};
+    copy.to = {second_memory, 2, 2, 2};
     copy.to_device = 1;
     copy.extent = {2, 2, 2};
     for (const char* symbol : {"cudaMemcpy3DPeer", "cudaMemcpy3DPeer_ptds"}) {
         Gate gate("cudaLaunchHostFunc", stream);
-        EXPECT_OK("cudaMemcpyAsync", second, static_cast<const void*>(pinned), u64{8}, int{inferred}, stream);
+        EXPECT_OK("cudaMemcpyAsync", second_memory, static_cast<const void*>(pinned_memory), u64{8}, int{inferred},
+                  stream);
         EXPECT_OK("cudaSetDevice", 0);
-        std::thread opener([&] { gate.open(); });
+        std::thread opener_thread([&] { gate.open(); });
         EXPECT_OK(symbol, static_cast<const PeerCopy3d*>(&copy));
-        opener.join();
+        opener_thread.join();
         EXPECT_OK("cudaSetDevice", 1);
-        CHECK(read_memory(second, 8) == make_pattern(8, 6));
+        CHECK(read_memory(second_memory, 8) == make_pattern(8, 6));
     }
     copy.from_device = 2;
     EXPECT_ERROR(invalid_device, "cudaMemcpy3DPeer", static_cast<const PeerCopy3d*>(&copy));
     EXPECT_OK("cudaStreamDestroy", stream);
-    EXPECT_OK("cudaFreeHost", pinned);
-    EXPECT_OK("cudaFree", second);
+    EXPECT_OK("cudaFreeHost", pinned_memory);
+    EXPECT_OK("cudaFree", second_memory);
     EXPECT_OK("cudaSetDevice", 0);
-    EXPECT_OK("cudaFree", first);
+    EXPECT_OK("cudaFree", first_memory);
 }
 
 void test_devices_copy_to_each_other() {
-    void* const first = allocate(100);
-    write_memory(first, make_pattern(100, 3));
+    void* const first_memory = allocate(100);
+    write_memory(first_memory, make_pattern(100, 3));
     EXPECT_OK("cudaSetDevice", 1);
-    void* const second = allocate(100);
-    EXPECT_OK("cudaMemcpyPeer", second, 1, static_cast<const void*>(first), 0, u64{100});
-    CHECK(read_memory(second, 100) == make_pattern(100, 3));
-    EXPECT_ERROR(invalid_device, "cudaMemcpyPeer", second, 1, static_cast<const void*>(first), 2, u64{100});
+    void* const second_memory = allocate(100);
+    EXPECT_OK("cudaMemcpyPeer", second_memory, 1, static_cast<const void*>(first_memory), 0, u64{100});
+    CHECK(read_memory(second_memory, 100) == make_pattern(100, 3));
+    EXPECT_ERROR(invalid_device, "cudaMemcpyPeer", second_memory, 1, static_cast<const void*>(first_memory), 2,
+                 u64{100});
     EXPECT_OK("cudaDeviceEnablePeerAccess", 0, 0U);
     EXPECT_ERROR(cuda::peer_access_already_enabled, "cudaDeviceEnablePeerAccess", 0, 0U);
     EXPECT_OK("cudaDeviceDisablePeerAccess", 0);
-    EXPECT_OK("cudaFree", second);
+    EXPECT_OK("cudaFree", second_memory);
     EXPECT_OK("cudaSetDevice", 0);
-    EXPECT_OK("cudaFree", first);
+    EXPECT_OK("cudaFree", first_memory);
 }
 
 void test_empty_allocations_succeed() {
@@ -264,7 +275,7 @@ void test_empty_allocations_succeed() {
     EXPECT_OK("cudaFreeHost", pointer);
     EXPECT_ERROR(memory_allocation, "cudaMalloc", &pointer, u64{1} << 60);
     EXPECT_ERROR(invalid_value, "cudaMalloc", static_cast<void**>(nullptr), u64{1});
-    // The number of rows is 0 modulo 2^64.
+    // The number of rows, 2^33 * 2^31, overflows 64 bits to 0.
     PitchedPointer volume{};
     EXPECT_ERROR(memory_allocation, "cudaMalloc3D", &volume, Extent{64, u64{1} << 33, u64{1} << 31});
     EXPECT_ERROR(invalid_value, "cudaFree", static_cast<void*>(&pointer));
@@ -272,67 +283,70 @@ void test_empty_allocations_succeed() {
 
 void test_pointer_attributes_tell_the_type() {
     EXPECT_OK("cudaSetDevice", 1);
-    void *host = nullptr, *managed = nullptr;
-    void* const device = allocate(100);
-    EXPECT_OK("cudaHostAlloc", &host, u64{100}, 0U);
-    EXPECT_OK("cudaMallocManaged", &managed, u64{100}, 1U);
-    int local = 0;
-    const auto query = [](void* pointer) {
+    void *host_memory = nullptr, *managed_memory = nullptr;
+    void* const device_memory = allocate(100);
+    EXPECT_OK("cudaHostAlloc", &host_memory, u64{100}, 0U);
+    EXPECT_OK("cudaMallocManaged", &managed_memory, u64{100}, 1U); // cudaMemAttachGlobal
+    int host_variable = 0;
+    const auto query_attributes = [](void* pointer) {
         PointerAttributes attributes{};
         EXPECT_OK("cudaPointerGetAttributes", &attributes, static_cast<const void*>(pointer));
         return attributes;
     };
-    CHECK(query(device).type == cuda::memory_device && query(device).device == 1);
-    CHECK(query(device).device_pointer == device && query(device).host_pointer == nullptr);
-    CHECK(query(host).type == cuda::memory_host && query(host).host_pointer == host);
-    CHECK(query(managed).type == memory_managed);
-    CHECK(query(&local).type == 0);
-    EXPECT_OK("cudaHostRegister", static_cast<void*>(&local), u64{sizeof local}, 0U);
-    CHECK(query(&local).type == cuda::memory_host);
-    EXPECT_OK("cudaHostUnregister", static_cast<void*>(&local));
-    EXPECT_OK("cudaFree", device);
-    EXPECT_OK("cudaFree", managed);
-    EXPECT_OK("cudaFreeHost", host);
+    CHECK(query_attributes(device_memory).type == cuda::memory_device && query_attributes(device_memory).device == 1);
+    CHECK(query_attributes(device_memory).device_pointer == device_memory &&
+          query_attributes(device_memory).host_pointer == nullptr);
+    CHECK(query_attributes(host_memory).type == cuda::memory_host &&
+          query_attributes(host_memory).host_pointer == host_memory);
+    CHECK(query_attributes(managed_memory).type == memory_managed);
+    CHECK(query_attributes(&host_variable).type == 0);
+    EXPECT_OK("cudaHostRegister", static_cast<void*>(&host_variable), u64{sizeof host_variable}, 0U);
+    CHECK(query_attributes(&host_variable).type == cuda::memory_host);
+    EXPECT_OK("cudaHostUnregister", static_cast<void*>(&host_variable));
+    EXPECT_OK("cudaFree", device_memory);
+    EXPECT_OK("cudaFree", managed_memory);
+    EXPECT_OK("cudaFreeHost", host_memory);
     EXPECT_OK("cudaSetDevice", 0);
 }
 
 void test_streams_and_events_order_work() {
-    u64 stream = 0, event = 0, id = 1;
-    int status = 9;
+    u64 stream = 0, event = 0, capture_id = 1;
+    int capture_status = 9;
     unsigned flags = 9;
-    EXPECT_OK("cudaStreamCreateWithFlags", &stream, 1U);
+    EXPECT_OK("cudaStreamCreateWithFlags", &stream, 1U); // cudaStreamNonBlocking
     EXPECT_OK("cudaStreamGetFlags", stream, &flags);
     CHECK(flags == 1);
-    EXPECT_OK("cudaEventCreateWithFlags", &event, 2U);
-    void* host = nullptr;
+    EXPECT_OK("cudaEventCreateWithFlags", &event, 2U); // cudaEventDisableTiming
+    void* host_memory = nullptr;
     void* const memory = allocate(100);
-    EXPECT_OK("cudaMallocHost", &host, u64{100});
-    std::memset(host, canary, 100);
+    EXPECT_OK("cudaMallocHost", &host_memory, u64{100});
+    std::memset(host_memory, canary, 100);
     EXPECT_OK("cudaMemset", memory, 5, u64{100});
     EXPECT_OK("cudaDeviceSynchronize");
     Gate gate("cudaLaunchHostFunc", stream);
-    EXPECT_OK("cudaMemcpyAsync", host, static_cast<const void*>(memory), u64{100}, int{device_to_host}, stream);
+    EXPECT_OK("cudaMemcpyAsync", host_memory, static_cast<const void*>(memory), u64{100}, int{device_to_host}, stream);
     EXPECT_OK("cudaEventRecord", event, stream);
     EXPECT_ERROR(cuda::not_ready, "cudaEventQuery", event);
-    // Like the real runtime, the twin also stores this code as the last error of the thread.
+    // As the real runtime does, the twin also stores cudaErrorNotReady as the last error of the thread.
     EXPECT_ERROR(cuda::not_ready, "cudaGetLastError");
     EXPECT_ERROR(cuda::not_ready, "cudaStreamQuery", stream);
     EXPECT_OK("cudaStreamWaitEvent", u64{0}, event, 0U);
     EXPECT_ERROR(cuda::not_ready, "cudaStreamQuery", u64{0});
-    CHECK(static_cast<unsigned char*>(host)[99] == canary);
+    CHECK(static_cast<unsigned char*>(host_memory)[99] == canary);
     gate.open();
     EXPECT_OK("cudaEventSynchronize", event);
-    CHECK(static_cast<unsigned char*>(host)[99] == 5);
+    CHECK(static_cast<unsigned char*>(host_memory)[99] == 5);
     EXPECT_OK("cudaStreamSynchronize", u64{0});
-    EXPECT_OK("cudaStreamIsCapturing", stream, &status);
-    CHECK(status == 0);
-    constexpr const char* query = "cudaStreamGetCaptureInfo";
-    status = 9;
-    EXPECT_OK(query, stream, &status, &id, nullptr, nullptr, nullptr, nullptr);
-    CHECK(status == 0 && id == 0);
+    EXPECT_OK("cudaStreamIsCapturing", stream, &capture_status);
+    CHECK(capture_status == 0);
+    // The function of CUDA 12 has only the first three parameters.
+    constexpr const char* capture_query = "cudaStreamGetCaptureInfo";
+    capture_status = 9;
+    EXPECT_OK(capture_query, stream, &capture_status, &capture_id, nullptr, nullptr, nullptr, nullptr);
+    CHECK(capture_status == 0 && capture_id == 0);
     EXPECT_OK("cudaEventDestroy", event);
     EXPECT_OK("cudaStreamDestroy", stream);
-    EXPECT_OK("cudaFreeHost", host);
+    EXPECT_OK("cudaFreeHost", host_memory);
     EXPECT_OK("cudaFree", memory);
     EXPECT_ERROR(cuda::not_ready, "cudaGetLastError");
     EXPECT_OK("cudaGetLastError");
@@ -377,16 +391,17 @@ void test_errors_belong_to_threads() {
     EXPECT_OK("cudaGetLastError");
 }
 
-// Compiled programs register their kernels. A launch is refused with one line that names the kernel.
+// Programs that nvcc compiled register their kernels when they start. The twin refuses every launch of a kernel, and
+// prints one line that names the kernel.
 void test_launch_is_refused() {
-    static const char binary[16] = {}, kernel = 0, unregistered_kernel = 0;
+    static const char fat_binary[16] = {}, kernel = 0, unregistered_kernel = 0;
     const auto register_binary = reinterpret_cast<void** (*)(const void*)>(find_function("__cudaRegisterFatBinary"));
-    void** const handle = register_binary(binary);
-    CHECK(handle != nullptr);
+    void** const binary_handle = register_binary(fat_binary);
+    CHECK(binary_handle != nullptr);
     reinterpret_cast<void (*)(void**, const void*, char*, const char*, int, void*, void*, void*, void*, int*)>(
-        find_function("__cudaRegisterFunction"))(handle, &kernel, nullptr, "_Z3addPfS_i", -1, nullptr, nullptr, nullptr,
-                                                 nullptr, nullptr);
-    reinterpret_cast<void (*)(void**)>(find_function("__cudaRegisterFatBinaryEnd"))(handle);
+        find_function("__cudaRegisterFunction"))(binary_handle, &kernel, nullptr, "_Z3addPfS_i", -1, nullptr, nullptr,
+                                                 nullptr, nullptr, nullptr);
+    reinterpret_cast<void (*)(void**)>(find_function("__cudaRegisterFatBinaryEnd"))(binary_handle);
     const Dimensions grid{1, 2, 3}, block{4, 5, 6};
     Dimensions popped_grid{}, popped_block{};
     u64 shared_bytes = 0, stream = 0;
@@ -395,19 +410,20 @@ void test_launch_is_refused() {
     CHECK(popped_grid.z == 3 && popped_block.x == 4 && shared_bytes == 7 && stream == 8);
     EXPECT_ERROR(missing_configuration, "__cudaPopCallConfiguration", &popped_grid, &popped_block, &shared_bytes,
                  &stream);
-    const std::string text = capture_stderr([&] {
+    const std::string stderr_text = capture_stderr([&] {
         for (const char* symbol : {"cudaLaunchKernel", "cudaLaunchKernel_ptsz", "cudaLaunchCooperativeKernel"}) {
             EXPECT_ERROR(not_supported, symbol, static_cast<const void*>(&kernel), grid, block,
                          static_cast<void**>(nullptr), u64{0}, u64{0});
         }
     });
-    CHECK(text == "gdrkit: the launch of the kernel add(float*, float*, int) fails with cudaErrorNotSupported: the "
-                  "software twin of CUDA runs no kernels\n");
+    CHECK(stderr_text ==
+          "gdrkit: the launch of the kernel add(float*, float*, int) fails with cudaErrorNotSupported: the "
+          "software twin of CUDA runs no kernels\n");
     EXPECT_ERROR(not_supported, "cudaGetLastError");
     EXPECT_ERROR(invalid_device_function, "cudaLaunchKernel", static_cast<const void*>(&unregistered_kernel), grid,
                  block, static_cast<void**>(nullptr), u64{0}, u64{0});
     EXPECT_ERROR(invalid_device_function, "cudaGetLastError");
-    reinterpret_cast<void (*)(void**)>(find_function("__cudaUnregisterFatBinary"))(handle);
+    reinterpret_cast<void (*)(void**)>(find_function("__cudaUnregisterFatBinary"))(binary_handle);
 }
 
 // A reset destroys the memory of the device. The next call creates a new context.
@@ -423,12 +439,12 @@ void test_reset_destroys_the_context() {
 
 bool is_context_active(int device) {
     unsigned flags = 0;
-    int active = 0;
-    CHECK(cuda::call_driver("cuDevicePrimaryCtxGetState", device, &flags, &active) == 0);
-    return active != 0;
+    int is_active = 0;
+    CHECK(cuda::call_driver("cuDevicePrimaryCtxGetState", device, &flags, &is_active) == 0);
+    return is_active != 0;
 }
 
-// A reset waits for host functions. Meanwhile, other threads can use other devices.
+// A reset of a device waits for the host functions in its streams. Meanwhile, other threads can use other devices.
 void test_reset_does_not_block_other_threads() {
     EXPECT_OK("cudaSetDevice", 1);
     u64 stream = 0;
@@ -442,6 +458,7 @@ void test_reset_does_not_block_other_threads() {
         std::this_thread::yield();
     }
     std::promise<void> done_promise;
+    // A new thread uses the device 0.
     std::thread other_thread([&] {
         EXPECT_OK("cudaFree", allocate(100));
         done_promise.set_value();
@@ -492,8 +509,9 @@ void test_reset_by_the_driver_is_noticed() {
     CHECK(is_context_active(1));
     EXPECT_OK("cudaDeviceReset");
     CHECK(!is_context_active(1));
-    int active = 9;
-    CHECK(cuda::call_driver("cuDevicePrimaryCtxGetState", 1, &driver_flags, &active) == 0);
+    // cudaGetDeviceFlags creates no context.
+    int is_active = 9;
+    CHECK(cuda::call_driver("cuDevicePrimaryCtxGetState", 1, &driver_flags, &is_active) == 0);
     EXPECT_OK("cudaGetDeviceFlags", &flags);
     CHECK(flags == driver_flags && !is_context_active(1));
     EXPECT_OK("cudaSetDevice", 0);
@@ -515,8 +533,8 @@ void test_reset_keeps_other_contexts() {
     EXPECT_OK("cudaSetDevice", 0);
 }
 
-// If the program has made a context current with the driver API, the runtime uses it. Each thread has its own selected
-// device.
+// If the program has made a context current with the driver API, the runtime uses this context. Each thread has its own
+// selected device.
 void test_current_context_is_used() {
     std::thread([] {
         Handle context = 0;
@@ -545,7 +563,7 @@ int run_owner(int socket) {
     write_memory(memory, make_pattern(1000, 4));
     cuda::IpcHandle memory_handle{}, event_handle{};
     u64 event = 0;
-    EXPECT_OK("cudaEventCreateWithFlags", &event, 6U);
+    EXPECT_OK("cudaEventCreateWithFlags", &event, 6U); // cudaEventDisableTiming and cudaEventInterprocess
     EXPECT_OK("cudaIpcGetMemHandle", &memory_handle, memory);
     EXPECT_OK("cudaIpcGetEventHandle", &event_handle, event);
     cuda::send_value(socket, memory_handle);
@@ -562,7 +580,7 @@ void test_processes_share_memory_and_events() {
     const auto event_handle = cuda::receive_value<cuda::IpcHandle>(owner.socket());
     void* memory = nullptr;
     u64 event = 0, stream = 0;
-    EXPECT_OK("cudaIpcOpenMemHandle", &memory, memory_handle, 1U);
+    EXPECT_OK("cudaIpcOpenMemHandle", &memory, memory_handle, 1U); // cudaIpcMemLazyEnablePeerAccess
     EXPECT_OK("cudaIpcOpenEventHandle", &event, event_handle);
     CHECK(read_memory(memory, 1000) == make_pattern(1000, 4));
     EXPECT_OK("cudaStreamCreate", &stream);
@@ -570,7 +588,7 @@ void test_processes_share_memory_and_events() {
     EXPECT_OK("cudaMemcpyAsync", memory, static_cast<const void*>(bytes.data()), u64{1000}, int{host_to_device},
               stream);
     EXPECT_OK("cudaEventRecord", event, stream);
-    cuda::send_value(owner.socket(), 'r');
+    cuda::send_value(owner.socket(), 'r'); // the event is recorded
     EXPECT_OK("cudaStreamSynchronize", stream);
     EXPECT_OK("cudaIpcCloseMemHandle", memory);
     EXPECT_OK("cudaEventDestroy", event);
@@ -592,6 +610,7 @@ int main(int argument_count, char** arguments) {
     test_volumes_are_ordered_between_devices();
     test_empty_allocations_succeed();
     test_pointer_attributes_tell_the_type();
+    // The tests before leave this error. The call clears it, because the next test checks the last error.
     EXPECT_ERROR(invalid_value, "cudaGetLastError");
     test_streams_and_events_order_work();
     test_default_stream_of_a_thread();

@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::size_t page_bytes = 4096;
 
+// Return an entry that transfers one page: the page `index` of the file and of the memory. Its cookie is index + 1.
 IoParameters make_entry(const TestFile& test_file, std::size_t index, Opcode opcode = opcode_read) {
     IoParameters entry{};
     entry.mode = mode_batch;
@@ -31,7 +32,7 @@ BatchHandle create_batch(unsigned capacity) {
 }
 
 int submit_entries(BatchHandle batch, std::vector<IoParameters> entries) {
-    return call_control("cuFileBatchIOSubmit", batch, static_cast<unsigned>(entries.size()), entries.data(), 0U);
+    return call_for_status("cuFileBatchIOSubmit", batch, static_cast<unsigned>(entries.size()), entries.data(), 0U);
 }
 
 // Wait until `count` entries have completed, and return their events by cookie.
@@ -39,11 +40,11 @@ std::map<u64, IoEvent> wait_for_events(BatchHandle batch, unsigned count) {
     std::map<u64, IoEvent> events_by_cookie;
     while (events_by_cookie.size() < count) {
         IoEvent events[8];
-        unsigned events_count = 8;
-        EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &events_count, static_cast<IoEvent*>(events),
+        unsigned event_count = 8;
+        EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &event_count, static_cast<IoEvent*>(events),
                       static_cast<timespec*>(nullptr));
-        CHECK(events_count >= 1);
-        for (unsigned index = 0; index < events_count; ++index) {
+        CHECK(event_count >= 1);
+        for (unsigned index = 0; index < event_count; ++index) {
             CHECK(events_by_cookie.emplace(reinterpret_cast<u64>(events[index].cookie), events[index]).second);
         }
     }
@@ -75,20 +76,21 @@ void test_invalid_arguments_are_refused() {
     const BatchHandle batch = create_batch(4);
     IoParameters entry = make_entry(test_file, 0);
     CHECK(submit_entries(batch, {}) == invalid_value);
-    entry.mode = 7;
+    entry.mode = 7; // not a mode
     CHECK(submit_entries(batch, {entry}) == invalid_value);
     entry = make_entry(test_file, 0);
     entry.file = to_pointer(0x10);
     CHECK(submit_entries(batch, {entry}) == handle_not_registered);
     CHECK(submit_entries(to_pointer(0x10), {make_entry(test_file, 0)}) == invalid_value);
-    unsigned events_count = 1;
+    unsigned event_count = 1;
     IoEvent event{};
     timespec invalid_timeout{0, 1'000'000'000};
-    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 1U, &events_count, &event, &invalid_timeout);
-    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 2U, &events_count, &event,
+    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 1U, &event_count, &event, &invalid_timeout);
+    // The call cannot wait for 2 events if the array has room for 1.
+    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 2U, &event_count, &event,
                   static_cast<timespec*>(nullptr));
     call<void>("cuFileBatchIODestroy", batch);
-    // cuFileBatchIODestroy returns no error code. A handle that was never set up must not end the process.
+    // cuFileBatchIODestroy returns no error code. A call with a handle that does not exist must not end the process.
     call<void>("cuFileBatchIODestroy", to_pointer(0x10));
     call<void>("cuFileBatchIODestroy", BatchHandle{});
     EXPECT_STATUS(invalid_value, "cuFileBatchIOCancel", BatchHandle{});
@@ -97,19 +99,23 @@ void test_invalid_arguments_are_refused() {
 // The defaults matter to programs such as NIXL, which uses batches of 128 entries and does not change the
 // configuration.
 void test_defaults_are_those_of_an_h200() {
-    struct Expected {
+    struct ParameterLimits {
         int parameter;
         std::size_t value, min, max;
     };
-    constexpr Expected table[] = {
+    // The parameters are CUFILE_PARAM_EXECUTION_MAX_IO_QUEUE_DEPTH (1), EXECUTION_MAX_IO_THREADS (2),
+    // EXECUTION_MAX_REQUEST_PARALLELISM (4), PROPERTIES_MAX_DIRECT_IO_SIZE_KB (5), PROPERTIES_PER_BUFFER_CACHE_SIZE_KB
+    // (7), PROPERTIES_MAX_DEVICE_PINNED_MEM_SIZE_KB (8), PROPERTIES_IO_BATCHSIZE (9) and PROPERTIES_BATCH_IO_TIMEOUT_MS
+    // (11).
+    constexpr ParameterLimits expected_limits[] = {
         {1, 128, 1, 256},     {2, 4, 0, 32},    {4, 4, 0, 8},     {5, 16384, 64, 16384},
         {7, 1024, 64, 16384}, {9, 128, 1, 256}, {11, 5, 1, 1000},
     };
-    for (const Expected& expected : table) {
+    for (const ParameterLimits& limits : expected_limits) {
         std::size_t value = 0, min = 0, max = 0;
-        EXPECT_STATUS(success, "cuFileGetParameterSizeT", expected.parameter, &value);
-        EXPECT_STATUS(success, "cuFileGetParameterMinMaxValue", expected.parameter, &min, &max);
-        CHECK(value == expected.value && min == expected.min && max == expected.max);
+        EXPECT_STATUS(success, "cuFileGetParameterSizeT", limits.parameter, &value);
+        EXPECT_STATUS(success, "cuFileGetParameterMinMaxValue", limits.parameter, &min, &max);
+        CHECK(value == limits.value && min == limits.min && max == limits.max);
     }
     std::size_t pinned_kb = 0;
     EXPECT_STATUS(success, "cuFileGetParameterSizeT", 8, &pinned_kb);
@@ -118,7 +124,7 @@ void test_defaults_are_those_of_an_h200() {
 
 void test_failed_entry_does_not_stop_others() {
     const TestFile test_file;
-    set_fault_plan("cufile.batch_io call=2 status=5");
+    set_fault_plan("cufile.batch_io call=2 status=5"); // EIO
     const BatchHandle batch = create_batch(4);
     CHECK(submit_entries(batch, {make_entry(test_file, 0), make_entry(test_file, 1), make_entry(test_file, 2)}) ==
           success);
@@ -130,16 +136,17 @@ void test_failed_entry_does_not_stop_others() {
 
 void test_stalled_entry_can_be_canceled() {
     const TestFile test_file;
+    // The second entry is delayed by 10 s. The third entry waits for the second.
     set_fault_plan("cufile.batch_io call=2 delay_us=10000000");
     const BatchHandle batch = create_batch(4);
     CHECK(submit_entries(batch, {make_entry(test_file, 0), make_entry(test_file, 1), make_entry(test_file, 2)}) ==
           success);
     CHECK(wait_for_events(batch, 1)[1].status == io_complete);
-    unsigned events_count = 4;
+    unsigned event_count = 4;
     IoEvent events[4];
     timespec timeout{0, 1'000'000};
-    EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &events_count, static_cast<IoEvent*>(events), &timeout);
-    CHECK(events_count == 0);
+    EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &event_count, static_cast<IoEvent*>(events), &timeout);
+    CHECK(event_count == 0);
     EXPECT_STATUS(success, "cuFileBatchIOCancel", batch);
     auto canceled_events = wait_for_events(batch, 2);
     CHECK(canceled_events[2].status == io_canceled && canceled_events[3].status == io_canceled);
@@ -182,7 +189,7 @@ void test_concurrent_batches() {
     for (std::thread& thread : threads) {
         thread.join();
     }
-    CHECK(completed_count == 4 * 4 * 2);
+    CHECK(completed_count == 4 * 4 * 2); // 4 threads, each in 4 of its 8 rounds, 2 entries
     CHECK(read_ledger().find("cufile_batch") == std::string::npos);
 }
 

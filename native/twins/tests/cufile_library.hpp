@@ -33,24 +33,24 @@ inline void* library() {
 
 // Call a function of the cuFile twin by name.
 template <typename Result, typename... Arguments> Result call(const char* symbol, Arguments... arguments) {
-    void* const entry = dlsym(library(), symbol);
-    if (entry == nullptr) {
+    void* const function_address = dlsym(library(), symbol);
+    if (function_address == nullptr) {
         std::fprintf(stderr, "%s is not exported\n", symbol);
         std::exit(1);
     }
-    return reinterpret_cast<Result (*)(Arguments...)>(entry)(arguments...);
+    return reinterpret_cast<Result (*)(Arguments...)>(function_address)(arguments...);
 }
 
 // Call a function that returns CUfileError_t, and return its CUfileOpError. The arguments must have the types of the
 // API.
-template <typename... Arguments> int call_control(const char* symbol, Arguments... arguments) {
+template <typename... Arguments> int call_for_status(const char* symbol, Arguments... arguments) {
     return call<Error>(symbol, arguments...).error;
 }
 
-// Check that a function which returns CUfileError_t reports this CUfileOpError.
+// Call a function that returns CUfileError_t, and check that its CUfileOpError is `code`.
 #define EXPECT_STATUS(code, ...)                                                                                       \
     do {                                                                                                               \
-        const int result_ = call_control(__VA_ARGS__);                                                                 \
+        const int result_ = call_for_status(__VA_ARGS__);                                                              \
         if (result_ != (code)) {                                                                                       \
             std::fprintf(stderr, "%s:%d: %s returned %d, not %d\n", __FILE__, __LINE__, #__VA_ARGS__, result_,         \
                          static_cast<int>(code));                                                                      \
@@ -72,7 +72,7 @@ inline int register_file(int fd, FileHandle* handle) {
     Description description{};
     description.type = opaque_fd;
     description.handle.fd = fd;
-    return call_control("cuFileHandleRegister", handle, &description);
+    return call_for_status("cuFileHandleRegister", handle, &description);
 }
 
 inline void* to_pointer(u64 address) {
@@ -90,7 +90,8 @@ inline ssize_t write_file(FileHandle file, u64 buffer, std::size_t length_bytes,
                          buffer_offset);
 }
 
-// A registered temporary file with known content, and device memory of the same size. The constructor opens the driver.
+// A registered temporary file with the content `bytes`, and device memory of the same size. The constructor opens the
+// driver. The destructor closes the driver and checks that no handles are left.
 struct TestFile {
     static constexpr std::size_t length_bytes = 1 << 18;
     std::vector<unsigned char> bytes = cuda::make_pattern(length_bytes, 7);
@@ -100,14 +101,14 @@ struct TestFile {
 
     TestFile() {
         cuda::init_device();
-        std::string name = GDRKIT_DISK "/cufile-XXXXXX";
-        const int buffered_fd = mkstemp(name.data());
+        std::string file_path = GDRKIT_DISK "/cufile-XXXXXX";
+        const int buffered_fd = mkstemp(file_path.data());
         CHECK(buffered_fd >= 0 &&
               pwrite(buffered_fd, bytes.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
-        fd = open(name.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
+        fd = open(file_path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
         CHECK(fd >= 0);
         close(buffered_fd);
-        CHECK(unlink(name.c_str()) == 0);
+        CHECK(unlink(file_path.c_str()) == 0);
         memory = cuda::allocate(length_bytes);
         EXPECT_STATUS(success, "cuFileDriverOpen");
         CHECK(register_file(fd, &file) == success);
@@ -126,8 +127,9 @@ struct TestFile {
     [[nodiscard]] std::vector<unsigned char> device_content() const { return cuda::read_device(memory, length_bytes); }
     [[nodiscard]] std::vector<unsigned char> file_content() const {
         std::vector<unsigned char> content(length_bytes);
-        const std::string name = "/proc/self/fd/" + std::to_string(fd);
-        const int buffered_fd = open(name.c_str(), O_RDONLY | O_CLOEXEC);
+        // The file has no name anymore, and `fd` allows only direct I/O, so open the file again through /proc.
+        const std::string file_path = "/proc/self/fd/" + std::to_string(fd);
+        const int buffered_fd = open(file_path.c_str(), O_RDONLY | O_CLOEXEC);
         CHECK(pread(buffered_fd, content.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
         close(buffered_fd);
         return content;

@@ -11,7 +11,8 @@ namespace {
 
 constexpr std::size_t page_bytes = 4096;
 
-// Arguments and result of an asynchronous call. The library reads the arguments when the stream reaches the call.
+// Arguments and result of an asynchronous call. The library reads the arguments when the stream reaches the call,
+// unless the program declared them as fixed (cuFileStreamRegister).
 struct AsyncArguments {
     std::size_t length_bytes = page_bytes;
     off_t file_offset = 0, buffer_offset = 0;
@@ -19,13 +20,13 @@ struct AsyncArguments {
 };
 
 int start_async(const char* symbol, const TestFile& test_file, u64 stream, AsyncArguments* arguments) {
-    return call_control(symbol, test_file.file, to_pointer(test_file.memory), &arguments->length_bytes,
-                        &arguments->file_offset, &arguments->buffer_offset, &arguments->result, stream);
+    return call_for_status(symbol, test_file.file, to_pointer(test_file.memory), &arguments->length_bytes,
+                           &arguments->file_offset, &arguments->buffer_offset, &arguments->result, stream);
 }
 
 u64 create_stream() {
     u64 stream = 0;
-    CHECK(cuda::call_driver("cuStreamCreate", &stream, 1U) == cuda::success);
+    CHECK(cuda::call_driver("cuStreamCreate", &stream, unsigned{cuda::stream_non_blocking}) == cuda::success);
     return stream;
 }
 
@@ -73,7 +74,7 @@ void test_unfixed_arguments_are_read_late() {
     synchronize_stream(stream);
     CHECK(cuda::read_device(test_file.memory, page_bytes) ==
           std::vector(test_file.bytes.begin() + 4 * page_bytes, test_file.bytes.begin() + 5 * page_bytes));
-    // All arguments of calls in this stream are fixed.
+    // The flags declare all arguments of later calls in this stream as fixed, so the library reads them at the call.
     EXPECT_STATUS(success, "cuFileStreamRegister", stream, unsigned{stream_flags_mask});
     AsyncArguments fixed_arguments;
     Gate second_gate(stream);
@@ -84,7 +85,8 @@ void test_unfixed_arguments_are_read_late() {
     CHECK(cuda::read_device(test_file.memory, page_bytes) ==
           std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page_bytes));
     EXPECT_STATUS(success, "cuFileStreamDeregister", stream);
-    const int status = cuda::run_in_child([stream] { call_control("cuFileStreamDeregister", stream); });
+    // A second deregistration aborts.
+    const int status = cuda::run_in_child([stream] { call_for_status("cuFileStreamDeregister", stream); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
     CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
@@ -119,6 +121,7 @@ void test_result_is_enomem_without_context() {
     const TestFile test_file;
     const u64 stream = create_stream();
     AsyncArguments arguments;
+    // A new thread has no current context.
     std::thread([&] {
         EXPECT_STATUS(success, "cuFileStreamRegister", stream, 0U);
         CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
@@ -134,6 +137,7 @@ void test_failure_is_in_result() {
     const TestFile test_file;
     const u64 stream = create_stream();
     AsyncArguments arguments;
+    // The status 5 is EIO, and 5010 is CU_FILE_NVFS_DRIVER_ERROR.
     set_fault_plan("cufile.async_io call=1 status=5\ncufile.async_io call=2 status=5010");
     CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
     synchronize_stream(stream);
@@ -148,37 +152,40 @@ void test_failure_is_in_result() {
     CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
-std::vector<unsigned char> copy_page(const std::vector<unsigned char>& bytes, std::size_t page) {
-    const auto begin = bytes.begin() + static_cast<std::ptrdiff_t>(page * page_bytes);
+std::vector<unsigned char> copy_page(const std::vector<unsigned char>& bytes, std::size_t page_index) {
+    const auto begin = bytes.begin() + static_cast<std::ptrdiff_t>(page_index * page_bytes);
     return {begin, begin + page_bytes};
 }
 
-// Start two transfers, each in its own stream, and let the second end before the first. `first` and `second` describe
-// the pages of the file and of the memory that they use.
-void run_both_transfers(const char* symbol, const TestFile& test_file, AsyncArguments* first, AsyncArguments* second) {
+// Start two transfers, each in its own stream, and let the second transfer end before the first.
+void run_both_transfers(const char* symbol, const TestFile& test_file, AsyncArguments* first_arguments,
+                        AsyncArguments* second_arguments) {
     const u64 first_stream = create_stream(), second_stream = create_stream();
     Gate gate(first_stream);
-    CHECK(start_async(symbol, test_file, first_stream, first) == success);
-    CHECK(start_async(symbol, test_file, second_stream, second) == success);
+    CHECK(start_async(symbol, test_file, first_stream, first_arguments) == success);
+    CHECK(start_async(symbol, test_file, second_stream, second_arguments) == success);
     synchronize_stream(second_stream);
     gate.open();
     synchronize_stream(first_stream);
-    CHECK(first->result == page_bytes && second->result == page_bytes);
+    CHECK(first_arguments->result == page_bytes && second_arguments->result == page_bytes);
     CHECK(cuda::call_driver("cuStreamDestroy_v2", first_stream) == cuda::success);
     CHECK(cuda::call_driver("cuStreamDestroy_v2", second_stream) == cuda::success);
 }
 
+// In compat mode, real cuFile (1.15) mixes up two transfers in different streams that use one registered buffer at the
+// same time: the second transfer moves the bytes of the first. The twin does the same.
 void test_streams_mix_up_the_bytes_of_one_registration() {
     const TestFile test_file;
     EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(to_pointer(test_file.memory)),
                   TestFile::length_bytes, 0);
-    AsyncArguments first{page_bytes, 4 * page_bytes, 0}, second{page_bytes, 5 * page_bytes, page_bytes};
-    run_both_transfers("cuFileReadAsync", test_file, &first, &second);
+    AsyncArguments first_arguments{page_bytes, 4 * page_bytes, 0},
+        second_arguments{page_bytes, 5 * page_bytes, page_bytes};
+    run_both_transfers("cuFileReadAsync", test_file, &first_arguments, &second_arguments);
     CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.bytes, 4));
     CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.bytes, 4));
-    // If one transfer runs after the other, the bytes of both are right.
+    // In one stream, the second transfer starts after the first, and both transfer the right bytes.
     const u64 stream = create_stream();
-    for (AsyncArguments* arguments : {&first, &second}) {
+    for (AsyncArguments* arguments : {&first_arguments, &second_arguments}) {
         CHECK(start_async("cuFileReadAsync", test_file, stream, arguments) == success);
     }
     synchronize_stream(stream);
@@ -197,13 +204,15 @@ void test_streams_with_a_direct_path_keep_their_bytes() {
     EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(to_pointer(test_file.memory)),
                   TestFile::length_bytes, 0);
     set_fault_plan("cufile.route call=* route=p2p");
-    AsyncArguments first{page_bytes, 4 * page_bytes, 0}, second{page_bytes, 5 * page_bytes, page_bytes};
-    run_both_transfers("cuFileReadAsync", test_file, &first, &second);
+    AsyncArguments first_arguments{page_bytes, 4 * page_bytes, 0},
+        second_arguments{page_bytes, 5 * page_bytes, page_bytes};
+    run_both_transfers("cuFileReadAsync", test_file, &first_arguments, &second_arguments);
     CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.bytes, 4));
     CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.bytes, 5));
     EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(to_pointer(test_file.memory)));
 }
 
+// In compat mode, a transfer with a buffer offset fails if the buffer is not registered.
 void test_offset_in_unregistered_memory_is_eio() {
     const TestFile test_file;
     const u64 stream = create_stream();
@@ -219,11 +228,11 @@ void test_offset_in_unregistered_memory_is_eio() {
         CHECK(arguments.result == page_bytes);
         set_fault_plan("");
     }
-    // Without an offset, a pointer into the middle of the memory works even in compat mode.
+    // A pointer into the middle of the memory, without an offset, works even in compat mode.
     AsyncArguments arguments;
-    CHECK(call_control("cuFileReadAsync", test_file.file, to_pointer(test_file.memory + 2 * page_bytes),
-                       &arguments.length_bytes, &arguments.file_offset, &arguments.buffer_offset, &arguments.result,
-                       stream) == success);
+    CHECK(call_for_status("cuFileReadAsync", test_file.file, to_pointer(test_file.memory + 2 * page_bytes),
+                          &arguments.length_bytes, &arguments.file_offset, &arguments.buffer_offset, &arguments.result,
+                          stream) == success);
     synchronize_stream(stream);
     CHECK(arguments.result == page_bytes);
     CHECK(copy_page(test_file.device_content(), 2) == copy_page(test_file.bytes, 0));
@@ -231,7 +240,7 @@ void test_offset_in_unregistered_memory_is_eio() {
 }
 
 // Query the properties of the driver while a read of `test_file` waits in a stream. Return the result of the read.
-ssize_t read_during_properties(const TestFile& test_file) {
+ssize_t read_during_query_of_properties(const TestFile& test_file) {
     const u64 stream = create_stream();
     Gate gate(stream);
     AsyncArguments arguments;
@@ -246,10 +255,11 @@ ssize_t read_during_properties(const TestFile& test_file) {
 
 void test_properties_end_transfers_in_progress() {
     const TestFile test_file;
-    CHECK(read_during_properties(test_file) == -EIO);
-    // Real cuFile ends the transfers only in compat mode. With a direct path, they continue.
+    // cuFileDriverGetProperties makes the transfers that wait in streams fail.
+    CHECK(read_during_query_of_properties(test_file) == -EIO);
+    // Real cuFile does this only in compat mode. With a direct path, the transfers continue.
     set_fault_plan("cufile.route call=* route=p2p");
-    CHECK(read_during_properties(test_file) == page_bytes);
+    CHECK(read_during_query_of_properties(test_file) == page_bytes);
     set_fault_plan("");
 }
 

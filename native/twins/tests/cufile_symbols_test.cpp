@@ -13,7 +13,7 @@ using namespace gdrkit::twin::cufile;
 
 namespace {
 
-// Each function of the twin, with its error convention.
+// Each function of the twin, with the way in which it reports an error (contracts/cufile.conventions).
 constexpr std::pair<const char*, const char*> functions[] = {
 #define X(symbol, convention) {#symbol, #convention},
 #include "cufile/functions.def"
@@ -39,25 +39,25 @@ void test_exports_match_contract() {
 
 void test_symbols_of_bindings_exist() {
     std::ifstream file(GDRKIT_CONTRACTS "/cufile.symbols");
-    int count = 0;
+    int name_count = 0;
     for (std::string line; std::getline(file, line);) {
         if (!line.empty() && line[0] != '#') {
             CHECK(dlsym(library(), line.c_str()) != nullptr);
-            ++count;
+            ++name_count;
         }
     }
-    CHECK(count == 45);
+    CHECK(name_count == 45); // the number of names in cufile.symbols
 }
 
 void test_unsupported_functions_fail() {
-    int count = 0;
+    int function_count = 0;
     for (const auto& [symbol, convention] : functions) {
         if (std::string_view(convention) == "unsupported") {
             EXPECT_STATUS(platform_not_supported, symbol);
-            ++count;
+            ++function_count;
         }
     }
-    CHECK(count == 5);
+    CHECK(function_count == 5);
 }
 
 void test_calls_before_open_fail() {
@@ -90,10 +90,12 @@ void test_driver_closes_with_last_use() {
     EXPECT_STATUS(driver_not_initialized, "cuFileDriverClose");
 }
 
-// Parameter 9 is the maximum number of entries of a batch.
+// The parameter 9 is CUFILE_PARAM_PROPERTIES_IO_BATCHSIZE, the maximum number of entries of a batch, and 11 is
+// CUFILE_PARAM_PROPERTIES_BATCH_IO_TIMEOUT_MS.
 void test_parameters_apply_at_open() {
     EXPECT_STATUS(success, "cuFileSetParameterSizeT", 9, std::size_t{16});
-    // The time-out of a batch is limited to 1000 ms. Only the query of limits reports this: a larger value is accepted.
+    // The query of limits reports a maximum of 1000 ms for the time-out of a batch, but the call accepts a larger
+    // value.
     EXPECT_STATUS(success, "cuFileSetParameterSizeT", 11, std::size_t{5000});
     EXPECT_STATUS(success, "cuFileDriverOpen");
     DriverProperties properties{};
@@ -106,7 +108,7 @@ void test_parameters_apply_at_open() {
 }
 
 void test_injected_failure_happens_once() {
-    set_fault_plan("cuFileDriverOpen call=1 status=5011");
+    set_fault_plan("cuFileDriverOpen call=1 status=5011"); // CU_FILE_CUDA_DRIVER_ERROR
     EXPECT_STATUS(cuda_driver_error, "cuFileDriverOpen");
     EXPECT_STATUS(success, "cuFileDriverOpen");
     EXPECT_STATUS(success, "cuFileDriverClose");

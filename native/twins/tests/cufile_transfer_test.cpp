@@ -1,5 +1,5 @@
-// Tests of the software twin of libcufile (GPUDirect Storage): reads and writes between files and memory, and all
-// arguments that it refuses.
+// Tests of the software twin of libcufile (GPUDirect Storage): reads and writes between files and memory, and the
+// arguments that the twin refuses.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -28,9 +28,9 @@ void test_data_is_read_and_written() {
     cuda::write_device(test_file.memory, new_data);
     CHECK(write_file(test_file.file, test_file.memory, new_data.size(), page_bytes) ==
           static_cast<ssize_t>(new_data.size()));
-    auto expected = test_file.bytes;
-    std::copy(new_data.begin(), new_data.end(), expected.begin() + page_bytes);
-    CHECK(test_file.file_content() == expected);
+    auto expected_content = test_file.bytes;
+    std::copy(new_data.begin(), new_data.end(), expected_content.begin() + page_bytes);
+    CHECK(test_file.file_content() == expected_content);
 }
 
 void test_short_read_at_end_of_file() {
@@ -52,16 +52,17 @@ void test_vectors_are_filled_in_order() {
           std::vector(test_file.bytes.begin() + page_bytes, test_file.bytes.begin() + 2 * page_bytes));
     CHECK(cuda::read_device(test_file.memory, 2 * page_bytes) ==
           std::vector(test_file.bytes.begin() + 2 * page_bytes, test_file.bytes.begin() + 4 * page_bytes));
+    // The call needs at least one vector, and its flags must be 0.
     CHECK(call<ssize_t>("cuFileReadv", test_file.file, first_vector, std::size_t{0}, off_t{0}, 0U) == -invalid_value);
     CHECK(call<ssize_t>("cuFileReadv", test_file.file, first_vector, std::size_t{2}, off_t{0}, 1U) == -invalid_value);
 }
 
 void test_data_is_read_into_host_memory() {
     const TestFile test_file;
-    std::vector<unsigned char> host(TestFile::length_bytes);
-    CHECK(read_file(test_file.file, reinterpret_cast<u64>(host.data()), host.size()) ==
-          static_cast<ssize_t>(host.size()));
-    CHECK(host == test_file.bytes);
+    std::vector<unsigned char> host_bytes(TestFile::length_bytes);
+    CHECK(read_file(test_file.file, reinterpret_cast<u64>(host_bytes.data()), host_bytes.size()) ==
+          static_cast<ssize_t>(host_bytes.size()));
+    CHECK(host_bytes == test_file.bytes);
 }
 
 void test_invalid_arguments_are_refused() {
@@ -83,7 +84,7 @@ void test_transfer_beyond_registered_buffer_is_refused() {
     const TestFile test_file;
     const auto* const base = static_cast<const void*>(to_pointer(test_file.memory));
     EXPECT_STATUS(invalid_value, "cuFileBufRegister", base, std::size_t{0}, 0);
-    EXPECT_STATUS(invalid_value, "cuFileBufRegister", base, std::size_t{page_bytes}, 8);
+    EXPECT_STATUS(invalid_value, "cuFileBufRegister", base, std::size_t{page_bytes}, 8); // 8 is not a flag
     // Registration and deregistration fail in a thread without a current context.
     std::thread([base] {
         EXPECT_STATUS(cuda_driver_error, "cuFileBufRegister", base, std::size_t{page_bytes}, 0);
@@ -96,7 +97,8 @@ void test_transfer_beyond_registered_buffer_is_refused() {
     CHECK(read_file(test_file.file, test_file.memory, 2 * page_bytes) == 2 * page_bytes);
     CHECK(read_file(test_file.file, test_file.memory, page_bytes, 0, page_bytes + 1) == -invalid_mapping_range);
     EXPECT_STATUS(success, "cuFileBufDeregister", base);
-    const int status = cuda::run_in_child([base] { call_control("cuFileBufDeregister", base); });
+    // A second deregistration aborts.
+    const int status = cuda::run_in_child([base] { call_for_status("cuFileBufDeregister", base); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
 
@@ -112,10 +114,11 @@ void test_freed_buffer_is_refused() {
 
 void test_reused_descriptor_is_refused() {
     TestFile test_file;
-    // The other file is on the same file system, so only its inode number differs.
-    std::string name = GDRKIT_DISK "/cufile-XXXXXX";
-    const int other_fd = mkstemp(name.data());
-    CHECK(other_fd >= 0 && unlink(name.c_str()) == 0);
+    // The file descriptor of a registered file now refers to another file. That file is on the same file system, so
+    // only the inode numbers differ.
+    std::string other_path = GDRKIT_DISK "/cufile-XXXXXX";
+    const int other_fd = mkstemp(other_path.data());
+    CHECK(other_fd >= 0 && unlink(other_path.c_str()) == 0);
     const int saved_fd = dup(test_file.fd);
     CHECK(dup3(other_fd, test_file.fd, O_CLOEXEC) == test_file.fd);
     errno = 0;

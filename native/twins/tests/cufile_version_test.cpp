@@ -14,9 +14,9 @@ constexpr std::size_t page_bytes = 4096;
 constexpr unsigned char untouched_byte = 0xee;
 // Sizes and offsets in cufile.h of 1.15.
 constexpr std::size_t level1_bytes = 512, level2_bytes = 1024, level3_bytes = 5000;
-constexpr std::size_t read_sizes_offset = 512, gpu_count_offset = 1024, gpus_offset = 1032;
+constexpr std::size_t read_histogram_offset = 512, gpu_count_offset = 1024, gpus_offset = 1032;
 
-// Call a function that returns statistics. It must write exactly the bytes of the structure.
+// Call a function that returns statistics, and check that it writes exactly the `size_bytes` of the structure.
 std::vector<unsigned char> query_statistics(const char* symbol, std::size_t size_bytes) {
     std::vector<unsigned char> bytes(level3_bytes + page_bytes, untouched_byte);
     EXPECT_STATUS(success, symbol, static_cast<void*>(bytes.data()));
@@ -44,7 +44,7 @@ void test_statistics_have_the_layout_of_the_version() {
         CHECK(read_value<u64>(level, offsetof(StatsLevel1, read_ops)) == 1);
     }
     // The sixth counter of a histogram counts the reads of 16 to 31 KiB.
-    CHECK(read_value<u64>(level2, read_sizes_offset + 5 * sizeof(u64)) == 1);
+    CHECK(read_value<u64>(level2, read_histogram_offset + 5 * sizeof(u64)) == 1);
     CHECK(read_value<std::uint32_t>(level3, gpu_count_offset) == 2);
     CHECK(read_value<GpuStats>(level3, gpus_offset).posix_reads == 1);
 }

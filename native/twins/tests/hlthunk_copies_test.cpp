@@ -1,5 +1,6 @@
-// Tests of the software twin of libhl-thunk (the library of Intel Gaudi accelerators): command submissions with delays,
-// their order, both types of command buffers, and a copy to an unmapped address.
+// Tests of the software twin of libhl-thunk (the library of Intel Gaudi accelerators): submissions of copy commands.
+// The twin executes them in order and with delays. The commands are in a buffer of the program (Gaudi2 and later) or of
+// the driver (first Gaudi). A copy to an unmapped address makes the device fail.
 #include <sys/mman.h>
 
 #include "hlthunk_library.hpp"
@@ -20,15 +21,15 @@ struct StagingBuffer {
 void test_copies_from_user_command_buffer(int fd) {
     auto* const staging = static_cast<StagingBuffer*>(
         mmap(nullptr, sizeof(StagingBuffer), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    const u64 host_address = map_host(fd, staging, sizeof(StagingBuffer));
-    const u64 handle = allocate(fd, page_bytes), device = map_memory(fd, handle);
-    const u64 bytes_address = host_address + offsetof(StagingBuffer, bytes);
+    const u64 staging_address = map_host(fd, staging, sizeof(StagingBuffer));
+    const u64 handle = allocate(fd, page_bytes), device_address = map_memory(fd, handle);
+    const u64 staged_bytes_address = staging_address + offsetof(StagingBuffer, bytes);
     std::memset(staging->bytes, 7, 100);
-    std::uint32_t status = 9;
-    staging->packet = {100, linear_dma_header, bytes_address, device + 50};
-    const u64 first_sequence = submit_mapped(fd, &staging->packet, host_address);
-    staging->packet = {100, linear_dma_header, device + 50, bytes_address + page_bytes};
-    const u64 second_sequence = submit_mapped(fd, &staging->packet, host_address, 4);
+    std::uint32_t status = 9; // not a WaitStatus
+    staging->packet = {100, linear_dma_header, staged_bytes_address, device_address + 50};
+    const u64 first_sequence = submit_mapped(fd, &staging->packet, staging_address);
+    staging->packet = {100, linear_dma_header, device_address + 50, staged_bytes_address + page_bytes};
+    const u64 second_sequence = submit_mapped(fd, &staging->packet, staging_address, 4);
     CHECK(second_sequence == first_sequence + 1);
     CHECK(wait_for_submission(fd, second_sequence, &status) == 0 && status == wait_completed);
     CHECK(wait_for_submission(fd, first_sequence, &status, 0) == 0 && status == wait_completed);
@@ -38,27 +39,27 @@ void test_copies_from_user_command_buffer(int fd) {
           wait_for_submission(fd, 0, &status) == -EINVAL);
     CHECK(wait_for_submission(fd, first_sequence, nullptr) == -EINVAL);
 
-    Chunk chunk{host_address, 0, sizeof(LinearDma), 0, 0, {}};
+    Chunk chunk{staging_address, 0, sizeof(LinearDma), 0, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) ==
-          -EINVAL); // not flagged as a buffer of the program
+          -EINVAL); // cs_chunk_flags lacks chunk_user_buffer
     chunk.cs_chunk_flags = chunk_user_buffer;
-    chunk.queue_index = 100;
+    chunk.queue_index = 100; // the twin implements only the queues 0 to 7
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EOPNOTSUPP);
     chunk.queue_index = 0;
-    chunk.cb_handle = 12345;
+    chunk.cb_handle = 12345; // not a mapped address
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
     in.num_chunks_execute = 0;
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
 
     // A copy to a device address that is not mapped aborts the submission, and the driver resets the device.
-    staging->packet = {8, linear_dma_header, bytes_address, device + (u64{1} << 40)};
-    const u64 aborted_sequence = submit_mapped(fd, &staging->packet, host_address);
+    staging->packet = {8, linear_dma_header, staged_bytes_address, device_address + (u64{1} << 40)};
+    const u64 aborted_sequence = submit_mapped(fd, &staging->packet, staging_address);
     CHECK(wait_for_submission(fd, aborted_sequence, &status) == -EIO && status == wait_aborted);
-    CHECK(allocate(fd, page_bytes) == 0 && errno == EBUSY && unmap_memory(fd, device) == -EBUSY &&
+    CHECK(allocate(fd, page_bytes) == 0 && errno == EBUSY && unmap_memory(fd, device_address) == -EBUSY &&
           free_memory(fd, handle) == -EBUSY);
-    CHECK(export_mapped(fd, device, page_bytes) == -EBUSY);
+    CHECK(export_mapped(fd, device_address, page_bytes) == -EBUSY);
     CHECK(call_library("hlthunk_get_device_status_info", fd) == device_malfunction);
     munmap(staging, sizeof(StagingBuffer));
 }
@@ -71,22 +72,22 @@ void test_copies_from_driver_command_buffer(int fd) {
     CHECK(packet != MAP_FAILED);
     auto* const bytes =
         static_cast<char*>(mmap(nullptr, 2 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    const u64 host = map_host(fd, bytes, 2 * page_bytes);
+    const u64 host_address = map_host(fd, bytes, 2 * page_bytes);
     HardwareInfo info{};
     CHECK(call_library("hlthunk_get_hw_ip_info", fd, &info) == 0);
     std::memset(bytes, 5, 100);
     Chunk chunk{handle, 0, sizeof(LinearDma), 0, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
-    *packet = {100, linear_dma_header, host, info.dram_base_address};
+    *packet = {100, linear_dma_header, host_address, info.dram_base_address};
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) ==
-          -EINVAL); // two bits of the control word must be set
+          -EINVAL); // the control word lacks the bits `linear` and `reg_barrier`
     constexpr std::uint32_t control = linear_dma_header | ctl_gaudi1_linear | ctl_gaudi1_reg_barrier;
     std::uint32_t status = 9;
-    *packet = {100, control, host, info.dram_base_address};
+    *packet = {100, control, host_address, info.dram_base_address};
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == 0 &&
           wait_for_submission(fd, out.seq, &status) == 0);
-    *packet = {100, control, info.dram_base_address, host + page_bytes};
+    *packet = {100, control, info.dram_base_address, host_address + page_bytes};
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == 0 &&
           wait_for_submission(fd, out.seq, &status) == 0);
     CHECK(status == wait_completed && bytes[page_bytes] == 5 && bytes[page_bytes + 99] == 5 &&
@@ -96,7 +97,7 @@ void test_copies_from_driver_command_buffer(int fd) {
     munmap(packet, page_bytes);
     CHECK(call_library("hlthunk_destroy_command_buffer", fd, handle) == 0 &&
           call_library("hlthunk_destroy_command_buffer", fd, handle) == -EINVAL);
-    CHECK(unmap_memory(fd, host) == 0);
+    CHECK(unmap_memory(fd, host_address) == 0);
     munmap(bytes, 2 * page_bytes);
 }
 

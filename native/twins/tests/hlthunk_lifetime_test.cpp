@@ -7,67 +7,70 @@
 #include "tests/ibverbs_support.hpp"
 
 using namespace gdrkit::twin::gaudi;
-using gdrkit::twin::tests::all_access;
+using gdrkit::twin::tests::read_write_access;
 
 namespace {
 
 constexpr u64 page_bytes = 4096;
 
-// Return the number of live exports, as the twin's ledger reports it.
-std::string count_live_exports() {
+// Return the number of live exports, as the JSON text of the twin's ledger has it.
+std::string read_live_export_count() {
     const std::string json = read_ledger(), key = "\"exports\":";
     const std::size_t begin = json.find(key) + key.size();
     return json.substr(begin, json.find(',', begin) - begin);
 }
 
-ibv_mr* import_dmabuf(ibv_pd* pd, u64 address, u64 length, int fd) {
-    ibv_mr* const region = ibv_reg_dmabuf_mr(pd, 0, length, address, fd, all_access);
+ibv_mr* import_dmabuf(ibv_pd* pd, u64 address, u64 length, int dmabuf_fd) {
+    ibv_mr* const region = ibv_reg_dmabuf_mr(pd, 0, length, address, dmabuf_fd, read_write_access);
     CHECK(region != nullptr);
     return region;
 }
 
-void test_export_until_last_importer(int device, ibv_pd* pd) {
-    const u64 handle = allocate(device, page_bytes), address = map_memory(device, handle);
-    const int first_fd = export_mapped(device, address, page_bytes),
-              second_fd = export_mapped(device, address, 2 * page_bytes, page_bytes);
-    CHECK(count_live_exports() == "2");
-    ibv_mr* const first_region = import_dmabuf(pd, address, page_bytes, first_fd);
-    ibv_mr* const second_region = import_dmabuf(pd, address, page_bytes, first_fd);
-    CHECK(close(first_fd) == 0 && count_live_exports() == "2" && close(second_fd) == 0 && count_live_exports() == "1");
-    CHECK(ibv_dereg_mr(first_region) == 0 && count_live_exports() == "1" && unmap_memory(device, address) == -EINVAL);
-    CHECK(ibv_dereg_mr(second_region) == 0 && count_live_exports() == "0");
-    CHECK(unmap_memory(device, address) == 0 && free_memory(device, handle) == 0);
+void test_export_until_last_importer(int device_fd, ibv_pd* pd) {
+    const u64 handle = allocate(device_fd, page_bytes), address = map_memory(device_fd, handle);
+    const int first_dmabuf_fd = export_mapped(device_fd, address, page_bytes),
+              second_dmabuf_fd = export_mapped(device_fd, address, 2 * page_bytes, page_bytes);
+    CHECK(read_live_export_count() == "2");
+    ibv_mr* const first_region = import_dmabuf(pd, address, page_bytes, first_dmabuf_fd);
+    ibv_mr* const second_region = import_dmabuf(pd, address, page_bytes, first_dmabuf_fd);
+    CHECK(close(first_dmabuf_fd) == 0 && read_live_export_count() == "2" && close(second_dmabuf_fd) == 0 &&
+          read_live_export_count() == "1");
+    CHECK(ibv_dereg_mr(first_region) == 0 && read_live_export_count() == "1" &&
+          unmap_memory(device_fd, address) == -EINVAL);
+    CHECK(ibv_dereg_mr(second_region) == 0 && read_live_export_count() == "0");
+    CHECK(unmap_memory(device_fd, address) == 0 && free_memory(device_fd, handle) == 0);
 }
 
-void test_dmabuf_outlives_device(int device, ibv_pd* pd) {
-    const u64 handle = allocate(device, page_bytes), address = map_memory(device, handle);
-    const int dmabuf_fd = export_mapped(device, address, page_bytes);
+void test_dmabuf_outlives_device(int device_fd, ibv_pd* pd) {
+    const u64 handle = allocate(device_fd, page_bytes), address = map_memory(device_fd, handle);
+    const int dmabuf_fd = export_mapped(device_fd, address, page_bytes);
     ibv_mr* const region = import_dmabuf(pd, address, page_bytes, dmabuf_fd);
-    // The program frees nothing explicitly. The device's context is destroyed with its last reference.
-    CHECK(close(dmabuf_fd) == 0 && call_library("hlthunk_close", device) == 0);
+    // The program does not free its memory. The imported dma-buf keeps the context of the device alive, so the device
+    // stays in use until the import ends.
+    CHECK(close(dmabuf_fd) == 0 && call_library("hlthunk_close", device_fd) == 0);
     CHECK(read_ledger().find("\"open_devices\":1") != std::string::npos);
     char bus_id[13] = "0000:33:00.0";
     CHECK(call_library("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id)) == -EBUSY);
     CHECK(ibv_dereg_mr(region) == 0);
-    const int reopened_device =
-        call_library("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id));
-    CHECK(reopened_device >= 0 && call_library("hlthunk_close", reopened_device) == 0);
+    const int reopened_fd = call_library("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id));
+    CHECK(reopened_fd >= 0 && call_library("hlthunk_close", reopened_fd) == 0);
     CHECK(read_ledger().find("\"handles\":{}") != std::string::npos);
 }
 
-void test_concurrent_imports(int device, ibv_pd* pd) {
-    const u64 shared_handle = allocate(device, page_bytes), shared_address = map_memory(device, shared_handle);
+void test_concurrent_imports(int device_fd, ibv_pd* pd) {
+    const u64 shared_handle = allocate(device_fd, page_bytes), shared_address = map_memory(device_fd, shared_handle);
     const auto export_and_import = [&] {
         for (int round = 0; round < 10; ++round) {
-            const u64 handle = allocate(device, page_bytes), address = map_memory(device, handle);
+            const u64 handle = allocate(device_fd, page_bytes), address = map_memory(device_fd, handle);
             CHECK(handle != 0 && address != 0);
             for (const u64 exported_address : {address, shared_address}) {
-                const int fd = export_mapped(device, exported_address, page_bytes);
-                CHECK(fd >= 0);
-                ibv_mr* const region = import_dmabuf(pd, exported_address, page_bytes, fd);
-                CHECK(close(fd) == 0 && unmap_memory(device, exported_address) == -EINVAL && ibv_dereg_mr(region) == 0);
+                const int dmabuf_fd = export_mapped(device_fd, exported_address, page_bytes);
+                CHECK(dmabuf_fd >= 0);
+                ibv_mr* const region = import_dmabuf(pd, exported_address, page_bytes, dmabuf_fd);
+                CHECK(close(dmabuf_fd) == 0 && unmap_memory(device_fd, exported_address) == -EINVAL &&
+                      ibv_dereg_mr(region) == 0);
             }
-            CHECK(unmap_memory(device, address) == 0 && free_memory(device, handle) == 0);
+            CHECK(unmap_memory(device_fd, address) == 0 && free_memory(device_fd, handle) == 0);
         }
     };
     std::vector<std::thread> threads;
@@ -77,15 +80,15 @@ void test_concurrent_imports(int device, ibv_pd* pd) {
     for (std::thread& thread : threads) {
         thread.join();
     }
-    CHECK(count_live_exports() == "0" && unmap_memory(device, shared_address) == 0 &&
-          free_memory(device, shared_handle) == 0);
+    CHECK(read_live_export_count() == "0" && unmap_memory(device_fd, shared_address) == 0 &&
+          free_memory(device_fd, shared_handle) == 0);
 }
 
-// A program without knowledge of hl-thunk closes the descriptor by close(2).
+// A program can close the descriptor of a device by close(2), without hlthunk_close.
 void test_close_releases_device() {
-    const int device = open_first_device();
-    CHECK(allocate(device, page_bytes) != 0 && close(device) == 0);
-    CHECK(allocate(device, page_bytes) == 0 && errno == EBADF);
+    const int device_fd = open_first_device();
+    CHECK(allocate(device_fd, page_bytes) != 0 && close(device_fd) == 0);
+    CHECK(allocate(device_fd, page_bytes) == 0 && errno == EBADF);
     CHECK(read_ledger().find("\"open_devices\":0") != std::string::npos);
 }
 
@@ -94,10 +97,10 @@ void test_close_releases_device() {
 int main() {
     ibv_context* const context = gdrkit::twin::tests::open_device(0);
     ibv_pd* const pd = ibv_alloc_pd(context);
-    const int device = open_first_device();
-    test_export_until_last_importer(device, pd);
-    test_concurrent_imports(device, pd);
-    test_dmabuf_outlives_device(device, pd);
+    const int device_fd = open_first_device();
+    test_export_until_last_importer(device_fd, pd);
+    test_concurrent_imports(device_fd, pd);
+    test_dmabuf_outlives_device(device_fd, pd);
     test_close_releases_device();
     CHECK(ibv_dealloc_pd(pd) == 0 && ibv_close_device(context) == 0);
 }

@@ -1,6 +1,6 @@
 // Tests of the software twin of libhl-thunk (the library of Intel Gaudi accelerators): the rules of the kernel driver
-// for allocating, mapping and exporting memory. Environment variables select the generation of the Gaudi, and a PCI BAR
-// that is smaller than the memory.
+// for allocating, mapping and exporting memory. ctest runs this program for each generation of Gaudi, with a PCI BAR as
+// large as the memory and with a smaller BAR (GDRKIT_TWINS_GAUDI_BAR_MIB).
 #include <sys/mman.h>
 
 #include "hlthunk_library.hpp"
@@ -35,6 +35,7 @@ void test_later_gaudis_export_mapped_addresses(int fd) {
     check_export_succeeds(export_mapped(fd, address, page_bytes), page_bytes);
     check_export_succeeds(export_mapped(fd, address, page_bytes, device_page_bytes - page_bytes), page_bytes);
     check_export_succeeds(export_mapped(fd, address, device_page_bytes), device_page_bytes);
+    // The library checks the flags before the descriptor. It requires O_RDWR and O_CLOEXEC.
     for (const std::uint32_t flags : {0U, static_cast<unsigned>(O_RDWR), static_cast<unsigned>(O_CLOEXEC)}) {
         CHECK(export_mapped(-1, address, page_bytes, 0, flags) == -EINVAL);
     }
@@ -44,7 +45,7 @@ void test_later_gaudis_export_mapped_addresses(int fd) {
     CHECK(export_mapped(fd, address, 0) == -EINVAL && export_mapped(fd, address, 100) == -EINVAL);
     CHECK(export_mapped(fd, address, page_bytes, 100) == -EINVAL);
     CHECK(export_mapped(fd, address, device_page_bytes + page_bytes) == -EINVAL);
-    CHECK(export_mapped(fd, address, 2 * page_bytes, ~u64{4095}) == -EINVAL);
+    CHECK(export_mapped(fd, address, 2 * page_bytes, ~u64{4095}) == -EINVAL); // offset + size overflows
     const int dmabuf_fd = export_mapped(fd, address, page_bytes);
     CHECK(dmabuf_fd >= 0 && unmap_memory(fd, address) == -EINVAL && free_memory(fd, handle) == -EINVAL);
     CHECK(close(dmabuf_fd) == 0 && unmap_memory(fd, address) == 0 && unmap_memory(fd, address) == -EINVAL);

@@ -35,6 +35,7 @@ static_assert(device_operational == static_cast<int>(HL_DEVICE_STATUS_OPERATIONA
 
 namespace {
 
+// Return the convention of each symbol in the contract: whether it is implemented, and else how it reports an error.
 std::map<std::string, std::string> read_contract() {
     std::ifstream file(GDRKIT_CONTRACTS "/hlthunk.conventions");
     CHECK(file.is_open());
@@ -64,14 +65,14 @@ std::set<std::string> read_exported_symbols() {
         if (section.sh_type != SHT_DYNSYM) {
             continue;
         }
-        const char* const text = bytes.data() + sections[section.sh_link].sh_offset;
+        const char* const string_table = bytes.data() + sections[section.sh_link].sh_offset;
         for (std::size_t offset = 0; offset < section.sh_size; offset += sizeof(Elf64_Sym)) {
             Elf64_Sym symbol;
             std::memcpy(&symbol, bytes.data() + section.sh_offset + offset, sizeof symbol);
-            // The names of versions are absolute symbols.
+            // The absolute symbols are names of versions (HLTNK_1.0), not functions.
             if (symbol.st_shndx != SHN_UNDEF && symbol.st_shndx != SHN_ABS &&
                 ELF64_ST_BIND(symbol.st_info) != STB_LOCAL) {
-                names.insert(text + symbol.st_name);
+                names.insert(string_table + symbol.st_name);
             }
         }
     }
@@ -87,7 +88,7 @@ void test_exports_match_contract() {
 }
 
 void test_unimplemented_functions_fail() {
-    int count = 0;
+    int failing_count = 0;
     for (const auto& [symbol, convention] : read_contract()) {
         errno = 0;
         if (convention == "minus_errno") {
@@ -95,12 +96,13 @@ void test_unimplemented_functions_fail() {
         } else if (convention == "null") {
             CHECK(call_library<void*>(symbol.c_str()) == nullptr && errno == EOPNOTSUPP);
         }
-        count += convention == "minus_errno";
+        failing_count += convention == "minus_errno";
     }
-    CHECK(count > 60);
+    CHECK(failing_count > 60);
 }
 
-// A program that was built in 2021 has the smaller structure of that year.
+// A program that was built in 2021 passes the smaller structure of that year. The function of the symbol version
+// HLTNK_1.0 must not write beyond it.
 void test_hardware_info_of_2021_keeps_its_size() {
     using GetInfo = int (*)(int, void*);
     const auto get_info_2021 = reinterpret_cast<GetInfo>(dlvsym(library(), "hlthunk_get_hw_ip_info", "HLTNK_1.0"));
@@ -130,6 +132,7 @@ void test_device_names_and_ids() {
     const int control_fd = call_library("hlthunk_open_control", 1, static_cast<const char*>(nullptr));
     CHECK(control_fd >= 0 && call_library("hlthunk_get_pci_bus_id_from_fd", control_fd, bus_id, 13) == 0);
     CHECK(call_library("hlthunk_get_device_index_from_pci_bus_id", static_cast<const char*>(bus_id)) == 1);
+    // The PCI domain (the first 5 characters) may be omitted.
     CHECK(call_library("hlthunk_get_device_index_from_pci_bus_id", static_cast<const char*>(bus_id + 5)) == 1);
     HardwareInfo info{};
     CHECK(call_library("hlthunk_get_hw_ip_info", control_fd, &info) == 0 && info.dram_enabled == 1 &&

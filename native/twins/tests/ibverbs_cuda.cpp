@@ -14,9 +14,10 @@ namespace {
 
 using Handle = void*;
 constexpr std::size_t allocation_bytes = 4UL << 20;
-constexpr int handle_type_dmabuf = 1;
+constexpr int handle_type_dmabuf = 1; // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
-// Layouts of CUmemAllocationProp and CUmemAccessDesc.
+// Layouts of CUmemAllocationProp and CUmemAccessDesc: pinned memory (type 1) on device 0 (location type 1), which is
+// readable and writable (flags 3).
 struct AllocationProperties {
     int type = 1, handle_types = 0, location_type = 1, location_id = 0;
     void* unused = nullptr;
@@ -52,27 +53,27 @@ struct Driver {
     explicit Driver(const char* path) {
         void* const library = dlopen(path, RTLD_NOW);
         CHECK(library != nullptr);
-        const auto find = [&](auto* function, const char* name) {
+        const auto find_symbol = [&](auto* function, const char* name) {
             *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(dlsym(library, name));
             CHECK(*function != nullptr);
         };
-        find(&cuInit, "cuInit");
-        find(&cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
-        find(&cuCtxSetCurrent, "cuCtxSetCurrent");
-        find(&cuMemAlloc_v2, "cuMemAlloc_v2");
-        find(&cuMemFree_v2, "cuMemFree_v2");
-        find(&cuMemcpyHtoD_v2, "cuMemcpyHtoD_v2");
-        find(&cuMemcpyDtoH_v2, "cuMemcpyDtoH_v2");
-        find(&cuMemsetD8_v2, "cuMemsetD8_v2");
-        find(&cuCtxSynchronize, "cuCtxSynchronize");
-        find(&cuMemGetHandleForAddressRange, "cuMemGetHandleForAddressRange");
-        find(&cuMemAddressReserve, "cuMemAddressReserve");
-        find(&cuMemAddressFree, "cuMemAddressFree");
-        find(&cuMemCreate, "cuMemCreate");
-        find(&cuMemRelease, "cuMemRelease");
-        find(&cuMemMap, "cuMemMap");
-        find(&cuMemUnmap, "cuMemUnmap");
-        find(&cuMemSetAccess, "cuMemSetAccess");
+        find_symbol(&cuInit, "cuInit");
+        find_symbol(&cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
+        find_symbol(&cuCtxSetCurrent, "cuCtxSetCurrent");
+        find_symbol(&cuMemAlloc_v2, "cuMemAlloc_v2");
+        find_symbol(&cuMemFree_v2, "cuMemFree_v2");
+        find_symbol(&cuMemcpyHtoD_v2, "cuMemcpyHtoD_v2");
+        find_symbol(&cuMemcpyDtoH_v2, "cuMemcpyDtoH_v2");
+        find_symbol(&cuMemsetD8_v2, "cuMemsetD8_v2");
+        find_symbol(&cuCtxSynchronize, "cuCtxSynchronize");
+        find_symbol(&cuMemGetHandleForAddressRange, "cuMemGetHandleForAddressRange");
+        find_symbol(&cuMemAddressReserve, "cuMemAddressReserve");
+        find_symbol(&cuMemAddressFree, "cuMemAddressFree");
+        find_symbol(&cuMemCreate, "cuMemCreate");
+        find_symbol(&cuMemRelease, "cuMemRelease");
+        find_symbol(&cuMemMap, "cuMemMap");
+        find_symbol(&cuMemUnmap, "cuMemUnmap");
+        find_symbol(&cuMemSetAccess, "cuMemSetAccess");
         Handle context = nullptr;
         CHECK(cuInit(0) == 0 && cuDevicePrimaryCtxRetain(&context, 0) == 0 && cuCtxSetCurrent(context) == 0);
     }
@@ -106,11 +107,11 @@ void* to_pointer(std::uint64_t address) {
 // Check that data arrives at odd offsets with odd sizes and changes no other bytes. Then free the memory while the
 // region is registered.
 void check_region(const Driver& driver, Endpoint* endpoint, std::uint64_t memory, ibv_mr* mr) {
-    Buffer from(endpoint->pd, allocation_bytes), readback(endpoint->pd, allocation_bytes);
-    fill_pattern(from.bytes, from.size_bytes);
+    Buffer source(endpoint->pd, allocation_bytes), readback(endpoint->pd, allocation_bytes);
+    fill_pattern(source.bytes, source.size_bytes);
     for (const std::size_t size_bytes : {1UL, 4095UL, 65536UL, (1UL << 20) + 3}) {
         driver.clear(memory, allocation_bytes);
-        CHECK(endpoint->post(make_request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {from.sge(1, size_bytes)}) ==
+        CHECK(endpoint->post(make_request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {source.sge(1, size_bytes)}) ==
               0);
         endpoint->expect_completion(1, IBV_WC_SUCCESS);
         const auto content = driver.read_memory(memory, size_bytes + 78);
@@ -124,7 +125,7 @@ void check_region(const Driver& driver, Endpoint* endpoint, std::uint64_t memory
     CHECK(driver.cuMemFree_v2(memory) == 0);
     const std::uint64_t next_memory = driver.allocate();
     std::fprintf(stderr, "the next allocation %s the address\n", next_memory == memory ? "got" : "did not get");
-    CHECK(endpoint->post(make_request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {from.sge(0, 1000)}) == 0);
+    CHECK(endpoint->post(make_request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {source.sge(0, 1000)}) == 0);
     endpoint->expect_completion(3, IBV_WC_SUCCESS);
     CHECK(endpoint->post(make_request(4, IBV_WR_RDMA_READ, memory + 5, mr->rkey), {readback.sge(0, 1000)}) == 0);
     endpoint->expect_completion(4, IBV_WC_SUCCESS);
@@ -138,10 +139,10 @@ void test_device_address_is_registered_by_peer_memory(const Driver& driver) {
     Endpoint requester(0), responder(1);
     connect(&requester, &responder);
     const std::uint64_t memory = driver.allocate();
-    ibv_mr* const mr = ibv_reg_mr(responder.pd, to_pointer(memory), allocation_bytes, all_access);
+    ibv_mr* const mr = ibv_reg_mr(responder.pd, to_pointer(memory), allocation_bytes, read_write_access);
     CHECK(mr != nullptr && address_of(mr->addr) == memory);
     errno = 0;
-    CHECK(ibv_reg_mr(responder.pd, to_pointer(memory), 1UL << 40, all_access) == nullptr && errno == EFAULT);
+    CHECK(ibv_reg_mr(responder.pd, to_pointer(memory), 1UL << 40, read_write_access) == nullptr && errno == EFAULT);
     check_region(driver, &requester, memory, mr);
     CHECK(ibv_dereg_mr(mr) == 0);
 }
@@ -150,7 +151,8 @@ void test_device_address_is_refused_without_peer_memory(const Driver& driver) {
     Endpoint endpoint;
     const std::uint64_t memory = driver.allocate();
     errno = 0;
-    CHECK(ibv_reg_mr(endpoint.pd, to_pointer(memory), allocation_bytes, all_access) == nullptr && errno == EFAULT);
+    CHECK(ibv_reg_mr(endpoint.pd, to_pointer(memory), allocation_bytes, read_write_access) == nullptr &&
+          errno == EFAULT);
     CHECK(driver.cuMemFree_v2(memory) == 0);
     // Host memory is registered as host memory even if a driver is loaded.
     const Buffer host(endpoint.pd, 4096);
@@ -162,16 +164,16 @@ void test_device_memory_is_registered_by_dmabuf(const Driver& driver) {
     const std::uint64_t memory = driver.allocate();
     const int fd = driver.export_dmabuf(memory);
     errno = 0;
-    CHECK(ibv_reg_dmabuf_mr(responder.pd, 0, allocation_bytes + 1, memory, fd, all_access) == nullptr &&
+    CHECK(ibv_reg_dmabuf_mr(responder.pd, 0, allocation_bytes + 1, memory, fd, read_write_access) == nullptr &&
           errno == EINVAL);
-    ibv_mr* const mr = ibv_reg_dmabuf_mr(responder.pd, 0, allocation_bytes, memory, fd, all_access);
+    ibv_mr* const mr = ibv_reg_dmabuf_mr(responder.pd, 0, allocation_bytes, memory, fd, read_write_access);
     CHECK(mr != nullptr);
     CHECK(close(fd) == 0);
     check_region(driver, &requester, memory, mr);
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
-// One region may cover two VMM mappings, although each mapping has another buffer id.
+// One region may cover two VMM mappings, although the mappings have different buffer ids.
 void test_region_covers_two_mappings(const Driver& driver, bool is_dmabuf) {
     constexpr std::size_t mapping_bytes = 2UL << 20;
     Endpoint requester(0), responder(1);
@@ -193,15 +195,15 @@ void test_region_covers_two_mappings(const Driver& driver, bool is_dmabuf) {
     ibv_mr* mr = nullptr;
     if (is_dmabuf) {
         const int fd = driver.export_dmabuf(begin, mapping_bytes);
-        mr = ibv_reg_dmabuf_mr(responder.pd, 0, mapping_bytes, begin, fd, all_access);
+        mr = ibv_reg_dmabuf_mr(responder.pd, 0, mapping_bytes, begin, fd, read_write_access);
         close(fd);
     } else {
-        mr = ibv_reg_mr(responder.pd, to_pointer(begin), mapping_bytes, all_access);
+        mr = ibv_reg_mr(responder.pd, to_pointer(begin), mapping_bytes, read_write_access);
     }
     CHECK(mr != nullptr);
-    Buffer from(requester.pd, mapping_bytes);
-    fill_pattern(from.bytes, mapping_bytes);
-    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, begin, mr->rkey), {from.sge(0, mapping_bytes)}) == 0);
+    Buffer source(requester.pd, mapping_bytes);
+    fill_pattern(source.bytes, mapping_bytes);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, begin, mr->rkey), {source.sge(0, mapping_bytes)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     const auto content = driver.read_memory(base, 2 * mapping_bytes);
     CHECK(content[mapping_bytes / 2 - 1] == 0 && has_pattern(content.data() + mapping_bytes / 2, mapping_bytes) &&
@@ -209,7 +211,8 @@ void test_region_covers_two_mappings(const Driver& driver, bool is_dmabuf) {
     // Now other memory is mapped at the same addresses. The region must not access it.
     CHECK(driver.cuMemUnmap(base + mapping_bytes, mapping_bytes) == 0);
     map_new_memory(base + mapping_bytes);
-    CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, base + mapping_bytes, mr->rkey), {from.sge(0, 1000)}) == 0);
+    CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, base + mapping_bytes, mr->rkey), {source.sge(0, 1000)}) ==
+          0);
     requester.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(driver.read_memory(base + mapping_bytes, 1000) == std::vector<std::uint8_t>(1000, 0));
     CHECK(ibv_dereg_mr(mr) == 0);

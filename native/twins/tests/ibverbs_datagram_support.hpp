@@ -17,6 +17,7 @@ inline ibv_gid query_gid(ibv_context* context) {
     return gid;
 }
 
+// Return the multicast GID ff0e::NUMBER.
 inline ibv_gid make_group(std::uint8_t number) {
     ibv_gid group{};
     group.raw[0] = 0xff;

@@ -29,13 +29,14 @@ void test_datagram_arrives_behind_its_network_header() {
     ibv_grh grh{};
     std::memcpy(&grh, receiver.buffer->bytes + 100, sizeof grh);
     CHECK(ntohl(grh.version_tclass_flow) == (6U << 28 | 0x5cU << 20 | 0xabcdeU));
-    // UDP, base and datagram headers, immediate data, the payload padded to 4 bytes, and the checksum.
+    // The length is the sum of the UDP, base and datagram headers, the immediate data, the payload padded to 4 bytes,
+    // and the checksum. The next header 17 is UDP.
     CHECK(ntohs(grh.paylen) == 8 + 12 + 8 + 4 + 1000 + 4 && grh.next_hdr == 17 && grh.hop_limit == 64);
     CHECK(std::memcmp(&grh.sgid, &source, 16) == 0 && std::memcmp(&grh.dgid, &destination, 16) == 0);
     CHECK(ibv_destroy_ah(ah) == 0);
 }
 
-// A receiver answers by an address handle that it derives from the completion and the network header, for both GID
+// A receiver answers with an address handle that it derives from the completion and the network header, for both GID
 // types.
 void test_reply_by_address_of_completion() {
     DatagramEndpoint first_endpoint(0), second_endpoint(1);
@@ -46,7 +47,7 @@ void test_reply_by_address_of_completion() {
         first_endpoint.expect_completion(3);
         ibv_wc wc = second_endpoint.expect_completion(1);
         auto* const grh = reinterpret_cast<ibv_grh*>(second_endpoint.buffer->bytes);
-        CHECK(grh->next_hdr == (index == 0 ? 0x1b : 17));
+        CHECK(grh->next_hdr == (index == 0 ? 0x1b : 17)); // RoCE v1 : UDP (RoCE v2)
         ibv_ah_attr path{};
         CHECK(ibv_init_ah_from_wc(second_endpoint.context, 1, &wc, grh, &path) == 0);
         CHECK(path.is_global == 1 && path.grh.sgid_index == index && path.grh.hop_limit == 64 && path.port_num == 1);
@@ -106,21 +107,21 @@ void test_invalid_address_handles_are_refused() {
 void test_undeliverable_datagrams_are_lost() {
     DatagramEndpoint sender(0), receiver(0);
     ibv_ah* const ah = sender.create_address_handle(make_path(query_gid(sender.context)));
-    CHECK(sender.send(1, ah, receiver.qp->qp_num, 0, 8) == 0);
+    CHECK(sender.send(1, ah, receiver.qp->qp_num, 0, 8) == 0); // no receive request is posted
     sender.expect_completion(1);
     receiver.expect_no_completion();
     CHECK(receiver.post_receive(9, 0, 100) == 0);
     receiver.expect_no_completion();
     CHECK(sender.send(2, ah, receiver.qp->qp_num, 0, 8, IBV_SEND_SIGNALED, test_qkey + 1) == 0);
     sender.expect_completion(2);
-    CHECK(sender.send(3, ah, receiver.qp->qp_num ^ 1, 0, 8) == 0);
+    CHECK(sender.send(3, ah, receiver.qp->qp_num ^ 1, 0, 8) == 0); // no such queue pair
     sender.expect_completion(3);
-    CHECK(sender.send(4, ah, multicast_qpn, 0, 8) == 0);
+    CHECK(sender.send(4, ah, multicast_qpn, 0, 8) == 0); // the GID of `ah` is not a multicast group
     sender.expect_completion(4);
     receiver.expect_no_completion();
     CHECK(receiver.modify_to(IBV_QPS_RESET) == 0 && receiver.modify_to_init(test_qkey) == 0);
     CHECK(receiver.post_receive(10, 0, 100) == 0);
-    CHECK(sender.send(5, ah, receiver.qp->qp_num, 0, 8) == 0);
+    CHECK(sender.send(5, ah, receiver.qp->qp_num, 0, 8) == 0); // the queue pair is not in RTR
     sender.expect_completion(5);
     receiver.expect_no_completion();
     CHECK(receiver.modify_to(IBV_QPS_RTR) == 0);
@@ -217,10 +218,11 @@ void test_state_transitions_and_their_attributes() {
     CHECK(endpoint.modify_to(IBV_QPS_RTS, IBV_QP_SQ_PSN) == 0);
     attr.qkey = 6;
     CHECK(ibv_modify_qp(endpoint.qp, &attr, IBV_QP_QKEY) == 0);
-    ibv_qp_attr result{};
+    ibv_qp_attr queried_attr{};
     ibv_qp_init_attr init{};
-    CHECK(ibv_query_qp(endpoint.qp, &result, IBV_QP_QKEY, &init) == 0);
-    CHECK(result.qkey == 6 && result.sq_psn == 0x123 && result.port_num == 1 && init.qp_type == IBV_QPT_UD);
+    CHECK(ibv_query_qp(endpoint.qp, &queried_attr, IBV_QP_QKEY, &init) == 0);
+    CHECK(queried_attr.qkey == 6 && queried_attr.sq_psn == 0x123 && queried_attr.port_num == 1 &&
+          init.qp_type == IBV_QPT_UD);
     CHECK(endpoint.post_receive(1, 0, 8) == 0 && endpoint.modify_to(IBV_QPS_ERR) == 0);
     endpoint.expect_completion(1, IBV_WC_WR_FLUSH_ERR);
 }
@@ -239,6 +241,7 @@ void test_pairs_share_a_receive_queue() {
     init.qp_type = IBV_QPT_UD;
     ibv_qp* const original_qp = sender.qp;
     ibv_qp* pairs[2];
+    // The functions of the endpoint act on `sender.qp`, so it is each of the new pairs in turn.
     for (ibv_qp*& pair : pairs) {
         pair = sender.qp = ibv_create_qp(sender.pd, &init);
         CHECK(pair != nullptr && sender.modify_to_init(test_qkey) == 0 && sender.modify_to(IBV_QPS_RTR) == 0);

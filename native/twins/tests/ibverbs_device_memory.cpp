@@ -6,7 +6,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-constexpr unsigned device_access = unsigned{IBV_ACCESS_ZERO_BASED} | all_access;
+constexpr unsigned device_access = unsigned{IBV_ACCESS_ZERO_BASED} | read_write_access;
 
 ibv_dm* allocate_device_memory(ibv_context* context, std::size_t length) {
     ibv_alloc_dm_attr attr{};
@@ -52,7 +52,7 @@ void test_peer_writes_into_a_region_by_offsets() {
     fill_pattern(source.bytes, 4096);
     ibv_dm* const dm = allocate_device_memory(responder.context, 8192);
     errno = 0;
-    CHECK(ibv_reg_dm_mr(responder.pd, dm, 0, 4096, all_access) == nullptr && errno == EINVAL);
+    CHECK(ibv_reg_dm_mr(responder.pd, dm, 0, 4096, read_write_access) == nullptr && errno == EINVAL);
     CHECK(ibv_reg_dm_mr(responder.pd, dm, 4096, 4097, device_access) == nullptr && errno == EINVAL);
     ibv_mr* const empty_region = ibv_reg_dm_mr(responder.pd, dm, 0, 0, device_access);
     CHECK(empty_region != nullptr && ibv_dereg_mr(empty_region) == 0);

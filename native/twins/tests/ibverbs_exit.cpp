@@ -32,7 +32,7 @@ void set_lowest_priority() {
 
 // The second process runs this function. It receives one message and ends at once.
 int run_receiver(int socket) {
-    Settings settings;
+    EndpointSettings settings;
     settings.has_channel = true;
     std::unique_ptr<Endpoint> endpoint;
     // The threads of the queue pair inherit the scheduling of the thread that creates it.
@@ -41,10 +41,10 @@ int run_receiver(int socket) {
         endpoint = std::make_unique<Endpoint>(1, settings);
     }).join();
     send_value(socket, endpoint->address());
-    endpoint->connect(receive_value<Address>(socket));
+    endpoint->connect(receive_value<QueuePairAddress>(socket));
     CHECK(ibv_req_notify_cq(endpoint->cq, 0) == 0);
     CHECK(endpoint->post_receive(1, {}) == 0);
-    send_value(socket, 'r');
+    send_value(socket, 'r'); // ready
     ibv_cq* cq = nullptr;
     void* cq_context = nullptr;
     CHECK(ibv_get_cq_event(endpoint->channel, &cq, &cq_context) == 0);
@@ -57,7 +57,7 @@ void test_receiver_may_end_after_its_last_completion() {
     for (int round = 0; round < 5; ++round) {
         const PeerProcess peer;
         Endpoint endpoint(0);
-        const auto address = receive_value<Address>(peer.socket.get());
+        const auto address = receive_value<QueuePairAddress>(peer.socket.get());
         send_value(peer.socket.get(), endpoint.address());
         endpoint.connect(address);
         CHECK(receive_value<char>(peer.socket.get()) == 'r');
@@ -69,9 +69,9 @@ void test_receiver_may_end_after_its_last_completion() {
 
 } // namespace
 
-int main(int count, char** arguments) {
+int main(int argument_count, char** arguments) {
     isolate_from_other_processes();
-    if (count > 1) {
+    if (argument_count > 1) {
         return run_receiver(std::atoi(arguments[1]));
     }
     test_receiver_may_end_after_its_last_completion();

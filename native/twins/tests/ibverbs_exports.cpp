@@ -1,5 +1,6 @@
-// The software twin of libibverbs exports exactly the symbols that the contract (lists in native/twins/contracts)
-// names. Each unimplemented function reports EOPNOTSUPP in the way that the contract states.
+// Tests that the software twin of libibverbs exports exactly the symbols that the contract (lists in
+// native/twins/contracts) names. Each unimplemented function must report EOPNOTSUPP in the way that the contract
+// states.
 #include <dlfcn.h>
 #include <elf.h>
 
@@ -110,6 +111,8 @@ struct PrivateSymbol {
 };
 
 std::vector<PrivateSymbol> read_private_symbols() {
+    // The first line is the word "numbers" and the numbers of the private versions. In the other lines, a # at the end
+    // of a name stands for the number.
     const std::vector<std::string> lines = read_contract_lines("ibverbs_private.conventions");
     std::istringstream first_line(lines.at(0));
     std::string private_version;
@@ -163,7 +166,7 @@ void test_exports_match_contract() {
     CHECK(exported_names == names_with_convention);
 }
 
-// A type by which the test can call every function, because unimplemented functions ignore their arguments, and up to
+// A type with which the test can call every function, because unimplemented functions ignore their arguments, and up to
 // six arguments are passed in registers.
 using AnyFunction = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
 
@@ -183,14 +186,14 @@ void check_convention(void* library, const std::string& line) {
     errno = 0;
     const std::intptr_t result =
         reinterpret_cast<AnyFunction>(address)(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
-    const int value = static_cast<int>(result);
-    const bool is_expected = convention == "errno"    ? value == EOPNOTSUPP
+    const int returned_value = static_cast<int>(result);
+    const bool is_expected = convention == "errno"    ? returned_value == EOPNOTSUPP
                              : convention == "null"   ? result == 0 && errno == EOPNOTSUPP
-                             : convention == "minus1" ? value == -1 && errno == EOPNOTSUPP
+                             : convention == "minus1" ? returned_value == -1 && errno == EOPNOTSUPP
                              : convention == "void"   ? errno == EOPNOTSUPP
                                                       : false;
     if (!is_expected) {
-        std::fprintf(stderr, "%s returned %d, errno %d\n", line.c_str(), value, errno);
+        std::fprintf(stderr, "%s returned %d, errno %d\n", line.c_str(), returned_value, errno);
     }
     CHECK(is_expected);
 }

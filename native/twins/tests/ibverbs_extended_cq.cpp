@@ -18,23 +18,23 @@ ibv_cq_init_attr_ex make_cq_attributes(std::uint32_t cqe, std::uint64_t wc_flags
     return attr;
 }
 
-Settings make_channel_settings() {
-    Settings settings;
+EndpointSettings make_channel_settings() {
+    EndpointSettings settings;
     settings.has_channel = true;
     return settings;
 }
 
 // Two connected queue pairs. The completions of the receiver go to an extended completion queue, which uses the
 // completion channel of the receiver.
-struct Pair {
+struct ReceiverPair {
     Endpoint sender{0};
     Endpoint receiver{1, make_channel_settings()};
     Buffer source{sender.pd, 4096};
     Buffer target{receiver.pd, 4096};
     ibv_cq_ex* cq;
-    ibv_qp* first_qp;
+    ibv_qp* original_qp;
 
-    explicit Pair(ibv_cq_init_attr_ex attr) : first_qp(receiver.qp) {
+    explicit ReceiverPair(ibv_cq_init_attr_ex attr) : original_qp(receiver.qp) {
         attr.channel = receiver.channel;
         cq = ibv_create_cq_ex(receiver.context, &attr);
         CHECK(cq != nullptr);
@@ -46,25 +46,25 @@ struct Pair {
         CHECK(receiver.qp != nullptr);
         connect(&sender, &receiver);
     }
-    ~Pair() {
+    ~ReceiverPair() {
         CHECK(ibv_destroy_qp(receiver.qp) == 0);
-        receiver.qp = first_qp;
+        receiver.qp = original_qp;
         CHECK(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) == 0);
     }
-    Pair(const Pair&) = delete;
-    Pair& operator=(const Pair&) = delete;
+    ReceiverPair(const ReceiverPair&) = delete;
+    ReceiverPair& operator=(const ReceiverPair&) = delete;
 
-    void send(std::uint64_t wr_id, std::uint32_t length, std::uint32_t immediate) {
+    void send(std::uint64_t wr_id, std::uint32_t length, std::uint32_t immediate_data) {
         CHECK(receiver.post_receive(wr_id, {target.sge(0, 4096)}) == 0);
         ibv_send_wr wr = make_request(1, IBV_WR_SEND_WITH_IMM);
-        wr.imm_data = immediate;
+        wr.imm_data = immediate_data;
         CHECK(sender.post(wr, {source.sge(0, length)}) == 0);
         sender.expect_completion(1, IBV_WC_SUCCESS);
     }
     // Send, and wait until the receive completion is in the queue. It may arrive after the completion of the send.
-    void send_and_wait(std::uint64_t wr_id, std::uint32_t immediate) {
+    void send_and_wait(std::uint64_t wr_id, std::uint32_t immediate_data) {
         CHECK(ibv_req_notify_cq(ibv_cq_ex_to_cq(cq), 0) == 0);
-        send(wr_id, 8, immediate);
+        send(wr_id, 8, immediate_data);
         ibv_cq* event_cq = nullptr;
         void* cq_context = nullptr;
         CHECK(is_readable(receiver.channel->fd, 10000));
@@ -94,7 +94,7 @@ std::uint64_t read_clock_cycles(ibv_context* context) {
 }
 
 void test_completion_is_read_field_by_field() {
-    Pair pair(make_cq_attributes(16, all_wc_flags));
+    ReceiverPair pair(make_cq_attributes(16, all_wc_flags));
     ibv_poll_cq_attr attr{};
     CHECK(ibv_start_poll(pair.cq, &attr) == ENOENT);
     attr.comp_mask = 1;
@@ -126,7 +126,7 @@ void test_completion_is_read_field_by_field() {
 }
 
 void test_both_kinds_of_poll_work_on_an_extended_queue() {
-    Pair pair(make_cq_attributes(16, 0));
+    ReceiverPair pair(make_cq_attributes(16, 0));
     CHECK(pair.cq->read_byte_len == nullptr && pair.cq->read_completion_ts == nullptr);
     pair.send(1, 8, 0);
     pair.send(2, 8, 0);
@@ -156,7 +156,7 @@ void test_unsupported_attributes_are_refused() {
     attr.comp_vector = 1;
     check_fails(attr, EINVAL);
     attr = make_cq_attributes(16, 0);
-    attr.comp_mask = 1U << 2;
+    attr.comp_mask = 1U << 2; // an undefined bit
     check_fails(attr, EINVAL);
     attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
     attr.flags = 1U << 2;
@@ -170,7 +170,7 @@ void test_ignored_overrun_keeps_the_last_completions() {
     ibv_cq_init_attr_ex attr = make_cq_attributes(2, IBV_WC_EX_WITH_IMM);
     attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
     attr.flags = IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN | IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
-    Pair pair(attr);
+    ReceiverPair pair(attr);
     for (std::uint32_t number = 1; number <= 4; ++number) {
         pair.send_and_wait(number, number);
     }
@@ -182,7 +182,7 @@ void test_ignored_overrun_keeps_the_last_completions() {
 }
 
 void test_resize_keeps_waiting_completions() {
-    Pair pair(make_cq_attributes(2, 0));
+    ReceiverPair pair(make_cq_attributes(2, 0));
     pair.send_and_wait(1, 0);
     pair.send_and_wait(2, 0);
     ibv_cq* const cq = ibv_cq_ex_to_cq(pair.cq);
@@ -208,7 +208,7 @@ void test_device_reports_its_clock() {
     const std::uint64_t elapsed_us = (read_clock_cycles(endpoint.context) - cycles_before) * 1000 / attr.hca_core_clock;
     CHECK(elapsed_us >= 19000 && elapsed_us < 10'000'000);
     ibv_values_ex values{};
-    values.comp_mask = 1U << 1;
+    values.comp_mask = 1U << 1; // an undefined value
     CHECK(ibv_query_rt_values_ex(endpoint.context, &values) == 0 && values.comp_mask == 0);
 }
 
@@ -220,20 +220,20 @@ void test_parent_domain_shares_the_objects_of_its_domain() {
     ibv_parent_domain_init_attr attr{};
     attr.pd = endpoint.pd;
     attr.td = td;
-    ibv_pd* const parent = ibv_alloc_parent_domain(endpoint.context, &attr);
-    CHECK(parent != nullptr && parent != endpoint.pd);
+    ibv_pd* const parent_domain = ibv_alloc_parent_domain(endpoint.context, &attr);
+    CHECK(parent_domain != nullptr && parent_domain != endpoint.pd);
     CHECK(ibv_dealloc_td(td) == EBUSY && ibv_dealloc_pd(endpoint.pd) == EBUSY);
     ibv_cq_init_attr_ex cq_attr = make_cq_attributes(8, 0);
     cq_attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_PD;
-    cq_attr.parent_domain = parent;
+    cq_attr.parent_domain = parent_domain;
     ibv_cq_ex* const cq = ibv_create_cq_ex(endpoint.context, &cq_attr);
-    CHECK(cq != nullptr && ibv_dealloc_pd(parent) == EBUSY);
+    CHECK(cq != nullptr && ibv_dealloc_pd(parent_domain) == EBUSY);
     CHECK(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) == 0);
     {
         // The queue pair belongs to the domain, and the memory to its parent domain.
         Endpoint peer(1);
         connect(&endpoint, &peer);
-        Buffer source(parent, 4096);
+        Buffer source(parent_domain, 4096);
         Buffer target(peer.pd, 4096);
         fill_pattern(source.bytes, 4096);
         CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey),
@@ -241,7 +241,7 @@ void test_parent_domain_shares_the_objects_of_its_domain() {
         endpoint.expect_completion(1, IBV_WC_SUCCESS);
         CHECK(has_pattern(target.bytes, 4096));
     }
-    CHECK(ibv_dealloc_pd(parent) == 0 && ibv_dealloc_td(td) == 0);
+    CHECK(ibv_dealloc_pd(parent_domain) == 0 && ibv_dealloc_td(td) == 0);
 }
 
 void test_invalid_parent_domains_are_refused() {
@@ -258,11 +258,11 @@ void test_invalid_parent_domains_are_refused() {
     attr.comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS;
     check_fails();
     attr.comp_mask = 0;
-    ibv_pd* const parent = ibv_alloc_parent_domain(endpoint.context, &attr);
-    CHECK(parent != nullptr);
-    attr.pd = parent;
+    ibv_pd* const parent_domain = ibv_alloc_parent_domain(endpoint.context, &attr);
+    CHECK(parent_domain != nullptr);
+    attr.pd = parent_domain;
     check_fails();
-    CHECK(ibv_dealloc_pd(parent) == 0);
+    CHECK(ibv_dealloc_pd(parent_domain) == 0);
     ibv_td_init_attr td_attr{1};
     errno = 0;
     CHECK(ibv_alloc_td(endpoint.context, &td_attr) == nullptr && errno == EINVAL);

@@ -72,8 +72,8 @@ void test_list_of_requests_is_carried_out_in_order() {
     CHECK(pair.requester.expect_completion(2, IBV_WC_SUCCESS).opcode == IBV_WC_RDMA_READ);
     pair.requester.expect_completion(3, IBV_WC_SUCCESS);
     CHECK(has_pattern(pair.target.bytes, 128) && has_pattern(pair.source.bytes + 1024, 128));
-    const ibv_wc received = pair.responder.expect_completion(20, IBV_WC_SUCCESS);
-    CHECK(received.wc_flags == IBV_WC_WITH_IMM && received.imm_data == 0x1234 && received.byte_len == 100);
+    const ibv_wc receive_wc = pair.responder.expect_completion(20, IBV_WC_SUCCESS);
+    CHECK(receive_wc.wc_flags == IBV_WC_WITH_IMM && receive_wc.imm_data == 0x1234 && receive_wc.byte_len == 100);
     CHECK(has_pattern(pair.target.bytes + 2048, 100));
 }
 

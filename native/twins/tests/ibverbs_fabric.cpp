@@ -20,13 +20,13 @@ constexpr std::size_t target_bytes = 3UL << 20;
 constexpr const char* test_secret = "a secret of the test";
 
 struct Target {
-    Address address;
+    QueuePairAddress address;
     std::uint64_t remote_address;
     std::uint32_t rkey;
     std::uint32_t datagram_qp_num;
 };
 
-FabricAddress make_fabric_address(const Address& address) {
+FabricAddress make_fabric_address(const QueuePairAddress& address) {
     FabricAddress fabric_address{};
     std::memcpy(fabric_address.data(), address.gid.raw, fabric_address.size());
     return fabric_address;
@@ -63,9 +63,9 @@ int run_target(int socket) {
     const DatagramEndpoint datagram_endpoint(0);
     Buffer memory(endpoint.pd, target_bytes);
     send_value(socket, Target{endpoint.address(), memory.address_at(), memory.mr->rkey, datagram_endpoint.qp->qp_num});
-    endpoint.connect(receive_value<Address>(socket));
+    endpoint.connect(receive_value<QueuePairAddress>(socket));
     CHECK(endpoint.post_receive(1, {memory.sge(0, 1000)}) == 0 && datagram_endpoint.post_receive(7, 0, 4096) == 0);
-    send_value(socket, 'r');
+    send_value(socket, 'r'); // ready
     char byte = 0;
     while (recv_all(socket, &byte, 1)) {
         return_datagram(datagram_endpoint);
@@ -85,17 +85,17 @@ void test_every_operation_reaches_other_machine() {
     OtherMachine machine;
     Endpoint endpoint(0);
     const Target target = connect_to_target(&endpoint, machine);
-    const Address own_address = endpoint.address();
+    const QueuePairAddress own_address = endpoint.address();
     CHECK(std::memcmp(&target.address.gid, &own_address.gid, sizeof(ibv_gid)) != 0);
-    Buffer from(endpoint.pd, target_bytes), readback(endpoint.pd, target_bytes);
-    fill_pattern(from.bytes, from.size_bytes);
-    CHECK(endpoint.post(make_request(1, IBV_WR_SEND), {from.sge(0, 1000)}) == 0);
+    Buffer source(endpoint.pd, target_bytes), readback(endpoint.pd, target_bytes);
+    fill_pattern(source.bytes, source.size_bytes);
+    CHECK(endpoint.post(make_request(1, IBV_WR_SEND), {source.sge(0, 1000)}) == 0);
     CHECK(endpoint.post(make_request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8, target.rkey),
-                        {from.sge(8, target_bytes - 8)}) == 0);
-    ibv_send_wr atomic = make_request(3, IBV_WR_ATOMIC_FETCH_AND_ADD);
-    atomic.wr.atomic.remote_addr = target.remote_address;
-    atomic.wr.atomic.rkey = target.rkey;
-    CHECK(endpoint.post(atomic, {readback.sge(0, 8)}) == 0);
+                        {source.sge(8, target_bytes - 8)}) == 0);
+    ibv_send_wr atomic_request = make_request(3, IBV_WR_ATOMIC_FETCH_AND_ADD);
+    atomic_request.wr.atomic.remote_addr = target.remote_address;
+    atomic_request.wr.atomic.rkey = target.rkey;
+    CHECK(endpoint.post(atomic_request, {readback.sge(0, 8)}) == 0);
     CHECK(endpoint.post(make_request(4, IBV_WR_RDMA_READ, target.remote_address, target.rkey),
                         {readback.sge(0, target_bytes)}) == 0);
     for (std::uint64_t id = 1; id <= 4; ++id) {
@@ -116,13 +116,14 @@ void test_datagrams_reach_other_machine_with_the_secret() {
     const DatagramEndpoint datagram_endpoint(0);
     CHECK(datagram_endpoint.post_receive(2, 4096, 2048) == 0);
     // The twin drops a datagram without a proof of the secret. Otherwise it would consume the receive request.
-    const Fd untrusted(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    const Fd untrusted_socket(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     SocketAddress socket_address(make_fabric_address(target.address),
                                  static_cast<std::uint16_t>(target.datagram_qp_num));
+    // In place of a digest of 32 bytes, a header of 72 bytes and a payload, the datagram has bytes without meaning.
     const std::vector<char> noise(32 + 72 + 1000, 'x');
     for (const std::size_t size_bytes : {noise.size(), std::size_t{1}, std::size_t{0}}) {
-        CHECK(sendto(untrusted.get(), noise.data(), size_bytes, 0, socket_address.get(), socket_address.size_bytes) >=
-              0);
+        CHECK(sendto(untrusted_socket.get(), noise.data(), size_bytes, 0, socket_address.get(),
+                     socket_address.size_bytes) >= 0);
     }
     fill_pattern(datagram_endpoint.buffer->bytes, 1000);
     ibv_ah* const ah = datagram_endpoint.create_address_handle(make_path(target.address.gid));
@@ -140,12 +141,12 @@ void test_killed_machine_exceeds_retries() {
     OtherMachine machine;
     Endpoint endpoint(0);
     const Target target = connect_to_target(&endpoint, machine);
-    Buffer from(endpoint.pd, target_bytes);
+    Buffer source(endpoint.pd, target_bytes);
     const ibv_send_wr write = make_request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey);
-    CHECK(endpoint.post(write, {from.sge(0, 64)}) == 0);
+    CHECK(endpoint.post(write, {source.sge(0, 64)}) == 0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(kill(machine.pid, SIGKILL) == 0 && WIFSIGNALED(machine.wait()));
-    CHECK(endpoint.post(write, {from.sge(0, target_bytes)}) == 0);
+    CHECK(endpoint.post(write, {source.sge(0, target_bytes)}) == 0);
     endpoint.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
 }
 
@@ -160,7 +161,7 @@ void test_other_secret_is_refused() {
 }
 
 // Return a socket that is connected to the port of a queue pair, without a proof of the secret.
-Fd connect_untrusted(const Address& address) {
+Fd connect_untrusted(const QueuePairAddress& address) {
     SocketAddress socket_address(make_fabric_address(address), static_cast<std::uint16_t>(address.qp_num));
     Fd socket(::socket(socket_address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
     CHECK(socket && connect(socket.get(), socket_address.get(), socket_address.size_bytes) == 0);
@@ -174,7 +175,7 @@ bool has_peer_ended(const Fd& socket) {
 }
 
 // Return a socket that has proved the secret, and has completed the handshake in place of the expected peer.
-Fd connect_as_peer(const Address& from, const Address& to) {
+Fd connect_as_peer(const QueuePairAddress& from, const QueuePairAddress& to) {
     Fd socket(
         connect_to_fabric(make_fabric_address(to), static_cast<std::uint16_t>(to.qp_num), std::chrono::seconds(1)));
     const wire::ConnectRequest connect_request{
@@ -186,14 +187,14 @@ Fd connect_as_peer(const Address& from, const Address& to) {
     return socket;
 }
 
-void test_hostile_frames_end_their_connection(unsigned frames_count) {
+void test_hostile_frames_end_their_connection(unsigned frame_count) {
     OtherMachine machine;
     Endpoint endpoint(0);
     const Target target = connect_to_target(&endpoint, machine);
     {
         const Fd socket = connect_untrusted(target.address);
         const std::vector<char> noise(40 + 64, 'x');
-        std::vector<char> hello(40);
+        std::vector<char> hello(40); // the first message of the machine, which asks for the proof
         CHECK(recv_all(socket.get(), hello.data(), hello.size()));
         CHECK(send_all(socket.get(), noise.data(), noise.size()) && has_peer_ended(socket));
         connect_untrusted(target.address);
@@ -205,7 +206,9 @@ void test_hostile_frames_end_their_connection(unsigned frames_count) {
     huge_request.rkey = target.rkey;
     huge_request.message_bytes = huge_request.chunk_bytes = 1U << 29;
     std::mt19937 random(7);
-    for (unsigned round = 0; round < frames_count; ++round) {
+    // Every fourth frame claims too large a payload. In the others, up to three bytes are damaged. Two of three frames
+    // are cut off.
+    for (unsigned round = 0; round < frame_count; ++round) {
         const Fd socket = connect_as_peer(endpoint.address(), target.address);
         wire::Request frame = huge_request;
         if (round % 4 != 0) {
@@ -223,20 +226,20 @@ void test_hostile_frames_end_their_connection(unsigned frames_count) {
     }
     // In the run with one frame, the queue pair still serves its peer. In the fuzz run, a damaged request with a wrong
     // key may have put it in the error state.
-    Buffer from(endpoint.pd, 64);
-    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) ==
+    Buffer source(endpoint.pd, 64);
+    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {source.sge(0, 64)}) ==
           0);
     const ibv_wc wc = endpoint.poll_completion();
-    CHECK(frames_count > 1 || wc.status == IBV_WC_SUCCESS);
+    CHECK(frame_count > 1 || wc.status == IBV_WC_SUCCESS);
     machine.socket.reset();
     CHECK(machine.wait() == 0);
 }
 
 } // namespace
 
-int main(int count, char** arguments) {
+int main(int argument_count, char** arguments) {
     isolate_from_other_processes();
-    if (count > 1) {
+    if (argument_count > 1) {
         return run_target(std::atoi(arguments[1]));
     }
     CHECK(setenv("GDRKIT_TWINS_FABRIC", "tcp://127.0.0.1/32", 1) == 0);

@@ -28,11 +28,11 @@ void test_plan_injects_function_errors() {
     set_fault_plan(
         "ibv_alloc_pd call=2 errno=ENOMEM\nibv_query_gid call=* errno=EIO\nibv_dealloc_pd call=1 errno=EBUSY\n"
         "ibv_query_port call=1 errno=5\ncuMemAlloc_v2 call=1 status=2\n");
-    ibv_pd* const first = ibv_alloc_pd(endpoint.context);
-    CHECK(first != nullptr);
+    ibv_pd* const first_pd = ibv_alloc_pd(endpoint.context);
+    CHECK(first_pd != nullptr);
     errno = 0;
     CHECK(ibv_alloc_pd(endpoint.context) == nullptr && errno == ENOMEM);
-    CHECK(ibv_dealloc_pd(first) == EBUSY && ibv_dealloc_pd(first) == 0);
+    CHECK(ibv_dealloc_pd(first_pd) == EBUSY && ibv_dealloc_pd(first_pd) == 0);
     ibv_gid gid;
     errno = 0;
     CHECK(ibv_query_gid(endpoint.context, 1, 0, &gid) == -1 && errno == EIO);
@@ -40,7 +40,7 @@ void test_plan_injects_function_errors() {
     CHECK(ibv_query_port(endpoint.context, 1, &port) == 5 && ibv_query_port(endpoint.context, 1, &port) == 0);
     set_fault_plan("ibv_reg_mr call=1 errno=EFAULT\n");
     // ibv_reg_mr is a macro that calls one of two functions, depending on `access`. The rule applies to both.
-    volatile int access = all_access;
+    volatile int access = read_write_access;
     errno = 0;
     CHECK(ibv_reg_mr(endpoint.pd, &gid, sizeof gid, access) == nullptr && errno == EFAULT);
     set_fault_plan("ibv_reg_mr call=1 errno=EFAULT\n");
@@ -57,14 +57,16 @@ void test_plan_injects_function_errors() {
 void test_plan_injects_completion_errors() {
     Endpoint requester, responder;
     connect(&requester, &responder);
-    Buffer from(requester.pd, 8), to(responder.pd, 8);
-    fill_pattern(from.bytes, 8);
+    Buffer source(requester.pd, 8), target(responder.pd, 8);
+    fill_pattern(source.bytes, 8);
     set_fault_plan("wc.rdma_write call=2 status=12\n");
-    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey), {from.sge(0, 4)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey),
+                         {source.sge(0, 4)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, to.address_at(4), to.mr->rkey), {from.sge(4, 4)}) == 0);
+    CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, target.address_at(4), target.mr->rkey),
+                         {source.sge(4, 4)}) == 0);
     requester.expect_completion(2, IBV_WC_RETRY_EXC_ERR);
-    CHECK(to.bytes[4] == 0 && requester.query_state() == IBV_QPS_ERR);
+    CHECK(target.bytes[4] == 0 && requester.query_state() == IBV_QPS_ERR);
     set_fault_plan("");
 }
 
@@ -86,11 +88,13 @@ void test_ledger_counts_handles_and_bytes() {
     {
         Endpoint requester(0), responder(1);
         connect(&requester, &responder);
-        Buffer from(requester.pd, 100), to(responder.pd, 100);
+        Buffer source(requester.pd, 100), target(responder.pd, 100);
         CHECK(ledger_contains("\"ibv_mr\":2") && ledger_contains("\"ibv_qp\":2") && ledger_contains("\"ibv_pd\":2") &&
               ledger_contains("\"ibv_context\":2"));
-        CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey), {from.sge(0, 60)}) == 0);
-        CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, to.address_at(), to.mr->rkey), {from.sge(0, 50)}) == 0);
+        CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey),
+                             {source.sge(0, 60)}) == 0);
+        CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, target.address_at(), target.mr->rkey),
+                             {source.sge(0, 50)}) == 0);
         requester.expect_completion(1, IBV_WC_SUCCESS);
         requester.expect_completion(2, IBV_WC_SUCCESS);
         CHECK(ledger_contains("\"twin0\":{\"write_bytes\":60,\"read_bytes\":50,\"send_bytes\":0,"

@@ -18,18 +18,19 @@ namespace {
 constexpr std::size_t large_bytes = 4UL << 20;
 
 struct Target {
-    Address address;
+    QueuePairAddress address;
     std::uint64_t remote_address;
     std::uint32_t rkey;
 };
 
 // The target process runs this function. It stops itself with SIGSTOP. Meanwhile the test accesses the memory of the
-// target, and then continues the target.
+// target, and then continues the target. The processes send each other one character for each step: r (ready), s
+// (stop), k (the memory has the pattern) and e (end).
 int run_target(int socket) {
     Endpoint endpoint(1);
     Buffer memory(endpoint.pd, large_bytes);
     send_value(socket, Target{endpoint.address(), memory.address_at(), memory.mr->rkey});
-    endpoint.connect(receive_value<Address>(socket));
+    endpoint.connect(receive_value<QueuePairAddress>(socket));
     send_value(socket, 'r');
     CHECK(receive_value<char>(socket) == 's');
     CHECK(raise(SIGSTOP) == 0);
@@ -38,9 +39,10 @@ int run_target(int socket) {
     return receive_value<char>(socket) == 'e' ? 0 : 1;
 }
 
-void write_and_wait(Endpoint* requester, const Buffer& from, std::uint64_t remote, std::uint32_t rkey,
+void write_and_wait(Endpoint* requester, const Buffer& source, std::uint64_t remote_address, std::uint32_t rkey,
                     std::size_t size_bytes) {
-    CHECK(requester->post(make_request(size_bytes, IBV_WR_RDMA_WRITE, remote, rkey), {from.sge(0, size_bytes)}) == 0);
+    CHECK(requester->post(make_request(size_bytes, IBV_WR_RDMA_WRITE, remote_address, rkey),
+                          {source.sge(0, size_bytes)}) == 0);
     requester->expect_completion(size_bytes, IBV_WC_SUCCESS);
 }
 
@@ -52,15 +54,15 @@ void test_stopped_process_is_accessed() {
     send_value(peer.socket.get(), endpoint.address());
     endpoint.connect(target.address);
     receive_value<char>(peer.socket.get());
-    Buffer from(endpoint.pd, large_bytes), readback(endpoint.pd, large_bytes);
-    fill_pattern(from.bytes, large_bytes);
+    Buffer source(endpoint.pd, large_bytes), readback(endpoint.pd, large_bytes);
+    fill_pattern(source.bytes, large_bytes);
     // The responder serves this request, and then grants the region.
-    write_and_wait(&endpoint, from, target.remote_address, target.rkey, 8);
+    write_and_wait(&endpoint, source, target.remote_address, target.rkey, 8);
     send_value(peer.socket.get(), 's');
     int status = 0;
     CHECK(waitpid(peer.pid, &status, WUNTRACED) == peer.pid && WIFSTOPPED(status));
-    write_and_wait(&endpoint, from, target.remote_address, target.rkey, 16);
-    write_and_wait(&endpoint, from, target.remote_address, target.rkey, large_bytes);
+    write_and_wait(&endpoint, source, target.remote_address, target.rkey, 16);
+    write_and_wait(&endpoint, source, target.remote_address, target.rkey, large_bytes);
     CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_READ, target.remote_address, target.rkey),
                         {readback.sge(0, large_bytes)}) == 0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
@@ -74,43 +76,44 @@ void test_stopped_process_is_accessed() {
 // Two connected queue pairs of this process, and memory of the responder that is granted to the requester.
 struct GrantedPair {
     Endpoint requester{0}, responder{1};
-    Buffer from{requester.pd, large_bytes}, to{responder.pd, large_bytes};
+    Buffer source{requester.pd, large_bytes}, destination{responder.pd, large_bytes};
 
     GrantedPair() {
         connect(&requester, &responder);
-        fill_pattern(from.bytes, large_bytes);
-        write_and_wait(&requester, from, to.address_at(), to.mr->rkey, 8);
-        write_and_wait(&requester, from, to.address_at(), to.mr->rkey, 16);
+        fill_pattern(source.bytes, large_bytes);
+        write_and_wait(&requester, source, destination.address_at(), destination.mr->rkey, 8);
+        write_and_wait(&requester, source, destination.address_at(), destination.mr->rkey, 16);
     }
     void expect_refusal(ibv_wc_status status) {
-        std::memset(to.bytes, 0, to.size_bytes);
-        CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), rkey), {from.sge(0, large_bytes)}) ==
-              0);
+        std::memset(destination.bytes, 0, destination.size_bytes);
+        CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, destination.address_at(), rkey),
+                             {source.sge(0, large_bytes)}) == 0);
         requester.expect_completion(1, status);
-        CHECK(to.bytes[0] == 0 && to.bytes[large_bytes - 1] == 0);
+        CHECK(destination.bytes[0] == 0 && destination.bytes[large_bytes - 1] == 0);
     }
-    const std::uint32_t rkey = to.mr->rkey;
+    const std::uint32_t rkey = destination.mr->rkey;
 };
 
 void test_deregistered_memory_is_refused() {
     GrantedPair granted;
-    CHECK(ibv_dereg_mr(granted.to.mr) == 0);
-    granted.to.mr = nullptr;
+    CHECK(ibv_dereg_mr(granted.destination.mr) == 0);
+    granted.destination.mr = nullptr;
     granted.expect_refusal(IBV_WC_REM_ACCESS_ERR);
 }
 
 void test_reregistered_access_is_refused() {
     GrantedPair granted;
-    CHECK(ibv_rereg_mr(granted.to.mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, IBV_ACCESS_REMOTE_READ) == 0);
-    CHECK(granted.to.mr->rkey == granted.rkey);
+    CHECK(ibv_rereg_mr(granted.destination.mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0,
+                       IBV_ACCESS_REMOTE_READ) == 0);
+    CHECK(granted.destination.mr->rkey == granted.rkey);
     granted.expect_refusal(IBV_WC_REM_ACCESS_ERR);
 }
 
 void test_bytes_outside_the_region_are_refused() {
     GrantedPair granted;
-    CHECK(
-        granted.requester.post(make_request(1, IBV_WR_RDMA_WRITE, granted.to.address_at(large_bytes - 7), granted.rkey),
-                               {granted.from.sge(0, 8)}) == 0);
+    CHECK(granted.requester.post(
+              make_request(1, IBV_WR_RDMA_WRITE, granted.destination.address_at(large_bytes - 7), granted.rkey),
+              {granted.source.sge(0, 8)}) == 0);
     granted.requester.expect_completion(1, IBV_WC_REM_ACCESS_ERR);
 }
 
@@ -120,7 +123,7 @@ void test_permissions_of_queue_pair_are_followed() {
     attr.qp_access_flags = IBV_ACCESS_REMOTE_READ;
     CHECK(ibv_modify_qp(granted.responder.qp, &attr, IBV_QP_ACCESS_FLAGS) == 0);
     Buffer readback(granted.requester.pd, 16);
-    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_READ, granted.to.address_at(), granted.rkey),
+    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_READ, granted.destination.address_at(), granted.rkey),
                                  {readback.sge(0, 16)}) == 0);
     granted.requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(readback.bytes, 16));
@@ -137,12 +140,12 @@ void test_unmapped_memory_of_responder_fails() {
     GrantedPair granted;
     void* const memory = mmap(nullptr, large_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
-    ibv_mr* const mr = ibv_reg_mr(granted.responder.pd, memory, large_bytes, all_access);
+    ibv_mr* const mr = ibv_reg_mr(granted.responder.pd, memory, large_bytes, read_write_access);
     CHECK(mr != nullptr);
-    write_and_wait(&granted.requester, granted.from, address_of(memory), mr->rkey, 8);
+    write_and_wait(&granted.requester, granted.source, address_of(memory), mr->rkey, 8);
     CHECK(munmap(static_cast<char*>(memory) + large_bytes / 2, large_bytes / 2) == 0);
     CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_WRITE, address_of(memory), mr->rkey),
-                                 {granted.from.sge(0, large_bytes)}) == 0);
+                                 {granted.source.sge(0, large_bytes)}) == 0);
     granted.requester.expect_completion(1, IBV_WC_REM_OP_ERR);
     CHECK(ibv_dereg_mr(mr) == 0);
     munmap(memory, large_bytes / 2);
@@ -152,9 +155,9 @@ void test_unmapped_memory_of_requester_fails() {
     GrantedPair granted;
     void* const memory = mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
-    ibv_mr* const mr = ibv_reg_mr(granted.requester.pd, memory, 8192, all_access);
+    ibv_mr* const mr = ibv_reg_mr(granted.requester.pd, memory, 8192, read_write_access);
     CHECK(mr != nullptr && munmap(memory, 8192) == 0);
-    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_WRITE, granted.to.address_at(), granted.rkey),
+    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_WRITE, granted.destination.address_at(), granted.rkey),
                                  {make_sge(mr, address_of(memory), 8)}) == 0);
     granted.requester.expect_completion(1, IBV_WC_LOC_PROT_ERR);
     CHECK(ibv_dereg_mr(mr) == 0);
@@ -163,17 +166,17 @@ void test_unmapped_memory_of_requester_fails() {
 // A write must not overtake an earlier send, even if the send waits for a receive request.
 void test_write_does_not_overtake_send() {
     GrantedPair granted;
-    std::memset(granted.to.bytes, 0, 64);
-    CHECK(granted.requester.post(make_request(1, IBV_WR_SEND), {granted.from.sge(0, 8)}) == 0);
-    CHECK(granted.requester.post(make_request(2, IBV_WR_RDMA_WRITE, granted.to.address_at(32), granted.rkey),
-                                 {granted.from.sge(0, 8)}) == 0);
+    std::memset(granted.destination.bytes, 0, 64);
+    CHECK(granted.requester.post(make_request(1, IBV_WR_SEND), {granted.source.sge(0, 8)}) == 0);
+    CHECK(granted.requester.post(make_request(2, IBV_WR_RDMA_WRITE, granted.destination.address_at(32), granted.rkey),
+                                 {granted.source.sge(0, 8)}) == 0);
     usleep(20000);
-    CHECK(granted.to.bytes[32] == 0);
-    CHECK(granted.responder.post_receive(3, {granted.to.sge(0, 8)}) == 0);
+    CHECK(granted.destination.bytes[32] == 0);
+    CHECK(granted.responder.post_receive(3, {granted.destination.sge(0, 8)}) == 0);
     granted.responder.expect_completion(3, IBV_WC_SUCCESS);
     granted.requester.expect_completion(1, IBV_WC_SUCCESS);
     granted.requester.expect_completion(2, IBV_WC_SUCCESS);
-    CHECK(has_pattern(granted.to.bytes + 32, 8));
+    CHECK(has_pattern(granted.destination.bytes + 32, 8));
 }
 
 // The test uses more regions than there are slots for grants. Each write must still arrive in its region.
@@ -181,15 +184,17 @@ void test_many_regions_are_granted_in_turn() {
     GrantedPair granted;
     std::vector<ibv_mr*> regions;
     for (std::size_t index = 0; index < 100; ++index) {
-        regions.push_back(ibv_reg_mr(granted.responder.pd, granted.to.bytes + index * 4096, 4096, all_access));
+        regions.push_back(
+            ibv_reg_mr(granted.responder.pd, granted.destination.bytes + index * 4096, 4096, read_write_access));
         CHECK(regions.back() != nullptr);
     }
     for (int round = 0; round < 3; ++round) {
-        std::memset(granted.to.bytes, 0, granted.to.size_bytes);
+        std::memset(granted.destination.bytes, 0, granted.destination.size_bytes);
         for (std::size_t index = 0; index < regions.size(); ++index) {
-            write_and_wait(&granted.requester, granted.from, granted.to.address_at(index * 4096), regions[index]->rkey,
-                           64);
-            CHECK(has_pattern(granted.to.bytes + index * 4096, 64) && granted.to.bytes[index * 4096 + 64] == 0);
+            write_and_wait(&granted.requester, granted.source, granted.destination.address_at(index * 4096),
+                           regions[index]->rkey, 64);
+            CHECK(has_pattern(granted.destination.bytes + index * 4096, 64) &&
+                  granted.destination.bytes[index * 4096 + 64] == 0);
         }
     }
     for (ibv_mr* const mr : regions) {
@@ -200,9 +205,9 @@ void test_many_regions_are_granted_in_turn() {
 // Write to the region without pause, in turn from two buffers of different content, until a write is refused.
 void write_until_refused(GrantedPair* granted, const Buffer& second_source, std::atomic<bool>* has_started) {
     for (std::uint64_t count = 0;; ++count) {
-        const Buffer& from = count % 2 == 0 ? granted->from : second_source;
-        const ibv_send_wr wr = make_request(count, IBV_WR_RDMA_WRITE, granted->to.address_at(), granted->rkey);
-        CHECK(granted->requester.post(wr, {from.sge(0, large_bytes)}) == 0);
+        const Buffer& source = count % 2 == 0 ? granted->source : second_source;
+        const ibv_send_wr wr = make_request(count, IBV_WR_RDMA_WRITE, granted->destination.address_at(), granted->rkey);
+        CHECK(granted->requester.post(wr, {source.sge(0, large_bytes)}) == 0);
         // Keep eight writes in flight, so that copies run most of the time even if completions are late.
         if (count < 8) {
             continue;
@@ -223,24 +228,24 @@ void test_deregistration_waits_for_copies() {
     for (unsigned round = 0; round < 50; ++round) {
         GrantedPair granted;
         Buffer second_source(granted.requester.pd, large_bytes);
-        std::memset(granted.from.bytes, 1, large_bytes);
+        std::memset(granted.source.bytes, 1, large_bytes);
         std::memset(second_source.bytes, 2, large_bytes);
         std::atomic<bool> has_started{false};
         std::thread writer([&] { write_until_refused(&granted, second_source, &has_started); });
         while (!has_started) {
             std::this_thread::yield();
         }
-        usleep(round * 37);
-        CHECK(ibv_dereg_mr(granted.to.mr) == 0);
-        granted.to.mr = nullptr;
+        usleep(round * 37); // so that the deregistration meets a copy at another point in each round
+        CHECK(ibv_dereg_mr(granted.destination.mr) == 0);
+        granted.destination.mr = nullptr;
         // Read only one byte of each page, so that little time passes until the last byte is read.
         std::vector<std::uint8_t> content;
         for (std::size_t offset = 0; offset < large_bytes; offset += 4096) {
-            content.push_back(granted.to.bytes[offset]);
+            content.push_back(granted.destination.bytes[offset]);
         }
         writer.join();
         for (std::size_t page = 0; page < content.size(); ++page) {
-            CHECK(granted.to.bytes[page * 4096] == content[page]);
+            CHECK(granted.destination.bytes[page * 4096] == content[page]);
         }
     }
 }
@@ -255,10 +260,11 @@ std::string read_ledger() {
 void test_copied_bytes_are_counted() {
     GrantedPair granted;
     Buffer readback(granted.requester.pd, 100);
-    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_READ, granted.to.address_at(), granted.rkey),
+    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_READ, granted.destination.address_at(), granted.rkey),
                                  {readback.sge(0, 100)}) == 0);
     granted.requester.expect_completion(1, IBV_WC_SUCCESS);
     const std::string json = read_ledger();
+    // GrantedPair has written 8 and 16 bytes with two requests.
     const std::string expected_bytes = "\"write_bytes\":24,\"read_bytes\":100,";
     CHECK(json.find("\"twin0\":{" + expected_bytes) != std::string::npos &&
           json.find(",\"requests\":3,") != std::string::npos);
@@ -268,9 +274,9 @@ void test_copied_bytes_are_counted() {
 
 } // namespace
 
-int main(int count, char** arguments) {
+int main(int argument_count, char** arguments) {
     isolate_from_other_processes();
-    if (count > 1) {
+    if (argument_count > 1) {
         return run_target(std::atoi(arguments[1]));
     }
     test_copied_bytes_are_counted(); // runs first, because the counters start at 0

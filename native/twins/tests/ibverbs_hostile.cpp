@@ -26,9 +26,9 @@ constexpr std::size_t region_bytes = 4096, buffer_bytes = 3 * region_bytes;
 struct Target {
     Endpoint endpoint{0};
     Buffer memory{endpoint.pd, buffer_bytes, 0};
-    ibv_mr* mr = ibv_reg_mr(endpoint.pd, memory.bytes + region_bytes, region_bytes, all_access_atomic);
+    ibv_mr* mr = ibv_reg_mr(endpoint.pd, memory.bytes + region_bytes, region_bytes, read_write_atomic_access);
 
-    explicit Target(const Address& peer) {
+    explicit Target(const QueuePairAddress& peer) {
         CHECK(mr != nullptr);
         fill_pattern(memory.bytes, buffer_bytes);
         endpoint.connect(peer);
@@ -41,7 +41,7 @@ struct Target {
     [[nodiscard]] std::uint64_t address() const { return memory.address_at(region_bytes); }
 };
 
-wire::ConnectRequest make_connect_request(const Address& from, const Address& to) {
+wire::ConnectRequest make_connect_request(const QueuePairAddress& from, const QueuePairAddress& to) {
     return {wire::magic, wire::version,        from.gid,   to.gid, from.qp_num, to.qp_num,
             from.psn,    IBV_GID_TYPE_ROCE_V2, IBV_QPT_RC, 0};
 }
@@ -51,7 +51,7 @@ struct HostilePeer {
     Fd socket;
     std::unique_ptr<Link> link = Link::make();
 
-    HostilePeer(const Address& from, const Address& to)
+    HostilePeer(const QueuePairAddress& from, const QueuePairAddress& to)
         : socket(connect_to(wire::make_socket_name(to.gid, to.qp_num))) {
         const wire::ConnectRequest connect_request = make_connect_request(from, to);
         wire::ConnectReply reply{};
@@ -77,50 +77,52 @@ struct HostilePeer {
     }
 };
 
-void check_bad_request(Target* target, const Address& peer, const std::function<void(wire::Request*)>& corrupt) {
-    HostilePeer hostile(peer, target->endpoint.address());
-    wire::Request request = hostile.make_request(*target);
+void check_bad_request(Target* target, const QueuePairAddress& peer,
+                       const std::function<void(wire::Request*)>& corrupt) {
+    HostilePeer hostile_peer(peer, target->endpoint.address());
+    wire::Request request = hostile_peer.make_request(*target);
     corrupt(&request);
-    hostile.link->put_request(0, request);
-    hostile.link->publish_requests(1, hostile.socket.get());
-    hostile.expect_end();
-    CHECK(hostile.link->response_count() == 0);
+    hostile_peer.link->put_request(0, request);
+    hostile_peer.link->publish_requests(1, hostile_peer.socket.get());
+    hostile_peer.expect_end();
+    CHECK(hostile_peer.link->response_count() == 0);
 }
 
-void test_bad_requests(Target* target, const Address& peer) {
+void test_bad_requests(Target* target, const QueuePairAddress& peer) {
     check_bad_request(target, peer, [](wire::Request* request) { request->magic = 0; });
     check_bad_request(target, peer, [](wire::Request* request) { request->opcode = static_cast<wire::Opcode>(77); });
     check_bad_request(target, peer, [](wire::Request* request) { request->payload_offset = 0; });
     check_bad_request(target, peer, [](wire::Request* request) { request->payload_offset = 0xffffffff; });
+    // The last of the 64 bytes is one byte after the shared memory.
     check_bad_request(target, peer, [](wire::Request* request) { request->payload_offset = (1U << 20) + 16384 - 63; });
     check_bad_request(target, peer, [](wire::Request* request) { request->chunk_bytes = 1U << 30; });
     check_bad_request(target, peer, [](wire::Request* request) { request->chunk_offset_bytes = ~0ULL; });
     // The request names a payload in the pipe, but nothing was written to the pipe.
     check_bad_request(target, peer, [](wire::Request* request) { request->flags = wire::flag_piped; });
     // The peer publishes more requests than the ring has slots.
-    HostilePeer hostile(peer, target->endpoint.address());
-    hostile.link->publish_requests(Link::slot_count + 1, hostile.socket.get());
-    hostile.expect_end();
+    HostilePeer hostile_peer(peer, target->endpoint.address());
+    hostile_peer.link->publish_requests(Link::slot_count + 1, hostile_peer.socket.get());
+    hostile_peer.expect_end();
 }
 
 // Several requests say that their payload is in the pipe, but the pipe holds only one payload and a part of the next.
-void test_short_pipe(Target* target, const Address& peer) {
-    HostilePeer hostile(peer, target->endpoint.address());
-    wire::Request request = hostile.make_request(*target);
+void test_short_pipe(Target* target, const QueuePairAddress& peer) {
+    HostilePeer hostile_peer(peer, target->endpoint.address());
+    wire::Request request = hostile_peer.make_request(*target);
     request.flags = wire::flag_piped;
     const char bytes[100]{};
-    CHECK(hostile.link->pipe().splice_in(bytes, sizeof bytes) == 0);
+    CHECK(hostile_peer.link->pipe().splice_in(bytes, sizeof bytes) == 0);
     for (std::uint32_t index = 0; index < 4; ++index) {
-        hostile.link->put_request(index, request);
+        hostile_peer.link->put_request(index, request);
     }
-    hostile.link->publish_requests(4, hostile.socket.get());
-    hostile.expect_end();
-    CHECK(hostile.link->response_count() == 1);
+    hostile_peer.link->publish_requests(4, hostile_peer.socket.get());
+    hostile_peer.expect_end();
+    CHECK(hostile_peer.link->response_count() == 1);
 }
 
 // The target does not map shared memory whose seals or size are wrong.
-void test_bad_shared_memory(Target* target, const Address& peer) {
-    const Address target_address = target->endpoint.address();
+void test_bad_shared_memory(Target* target, const QueuePairAddress& peer) {
+    const QueuePairAddress target_address = target->endpoint.address();
     for (const std::size_t size_bytes : {0UL, 4096UL, (1UL << 20) + 16384}) {
         const Fd socket(connect_to(wire::make_socket_name(target_address.gid, target_address.qp_num)));
         const Fd memory(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -138,16 +140,18 @@ void test_bad_shared_memory(Target* target, const Address& peer) {
 void test_random_writes(unsigned seed) {
     Endpoint peer(1);
     Target target(peer.address());
-    HostilePeer hostile(peer.address(), target.endpoint.address());
-    const wire::Request request = hostile.make_request(target);
+    HostilePeer hostile_peer(peer.address(), target.endpoint.address());
+    const wire::Request request = hostile_peer.make_request(target);
     std::mt19937 random(seed);
     for (std::uint32_t count = 0; count < 400; ++count) {
         // The request is valid when it is published, so that the target begins to process it. It is corrupted
         // afterwards.
-        hostile.link->put_request(count, request);
-        hostile.link->publish_requests(count + 1, hostile.socket.get());
-        const std::size_t slot = 256 + count % Link::slot_count * sizeof request;
-        std::memset(hostile.link->memory().data_at(slot + random() % 64), static_cast<int>(random()), random() % 4);
+        hostile_peer.link->put_request(count, request);
+        hostile_peer.link->publish_requests(count + 1, hostile_peer.socket.get());
+        // In the shared memory, 256 bytes precede the ring of requests.
+        const std::size_t slot_offset = 256 + count % Link::slot_count * sizeof request;
+        std::memset(hostile_peer.link->memory().data_at(slot_offset + random() % 64), static_cast<int>(random()),
+                    random() % 4);
     }
 }
 
@@ -155,16 +159,17 @@ void test_random_writes(unsigned seed) {
 void test_endless_use_of_grant() {
     Endpoint peer(1);
     Target target(peer.address());
-    HostilePeer hostile(peer.address(), target.endpoint.address());
-    ibv_mr* const mr = ibv_reg_mr(target.endpoint.pd, target.memory.bytes + region_bytes, region_bytes, all_access);
-    wire::Request request = hostile.make_request(target);
+    HostilePeer hostile_peer(peer.address(), target.endpoint.address());
+    ibv_mr* const mr =
+        ibv_reg_mr(target.endpoint.pd, target.memory.bytes + region_bytes, region_bytes, read_write_access);
+    wire::Request request = hostile_peer.make_request(target);
     request.rkey = mr->rkey;
-    hostile.link->put_request(0, request);
-    hostile.link->publish_requests(1, hostile.socket.get());
-    while (hostile.link->response_count() == 0) {
+    hostile_peer.link->put_request(0, request);
+    hostile_peer.link->publish_requests(1, hostile_peer.socket.get());
+    while (hostile_peer.link->response_count() == 0) {
         std::this_thread::yield();
     }
-    hostile.link->grants().used_slot = 1;
+    hostile_peer.link->grants().used_slot = 1;
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
@@ -176,8 +181,8 @@ void publish_response(Link* link, int socket, std::uint32_t index, const wire::R
 // Here the target is hostile: it sends responses that match no request. The requester ends the connection.
 void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
     Endpoint endpoint(0);
-    Buffer from(endpoint.pd, 4096);
-    Address hostile_address = endpoint.address();
+    Buffer read_buffer(endpoint.pd, 4096);
+    QueuePairAddress hostile_address = endpoint.address();
     hostile_address.qp_num ^= 1;
     const Fd listener(listen_on(wire::make_socket_name(hostile_address.gid, hostile_address.qp_num)));
     CHECK(listener);
@@ -199,8 +204,8 @@ void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
         }
     });
     endpoint.connect(hostile_address);
-    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_READ, 0, 0), {from.sge(0, 4096)}) == 0);
-    CHECK(endpoint.post(make_request(2, IBV_WR_RDMA_READ, 0, 0), {from.sge(0, 4096)}) == 0);
+    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_READ, 0, 0), {read_buffer.sge(0, 4096)}) == 0);
+    CHECK(endpoint.post(make_request(2, IBV_WR_RDMA_READ, 0, 0), {read_buffer.sge(0, 4096)}) == 0);
     endpoint.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
     endpoint.expect_completion(2, IBV_WC_WR_FLUSH_ERR);
     target.join();
@@ -218,14 +223,16 @@ int main() {
         test_short_pipe(&target, peer.address());
         // The target still serves its legitimate peer.
         peer.connect(target.endpoint.address());
-        Buffer from(peer.pd, 64);
-        CHECK(peer.post(make_request(1, IBV_WR_RDMA_WRITE, target.address(), target.mr->rkey), {from.sge(0, 64)}) == 0);
+        Buffer source(peer.pd, 64);
+        CHECK(peer.post(make_request(1, IBV_WR_RDMA_WRITE, target.address(), target.mr->rkey), {source.sge(0, 64)}) ==
+              0);
         peer.expect_completion(1, IBV_WC_SUCCESS);
     }
     test_endless_use_of_grant();
     for (unsigned seed = 0; seed < 50; ++seed) {
         test_random_writes(seed);
     }
+    // These responses have a number without a request, no magic number, too large a payload, and an invalid timer code.
     check_bad_response([](Link* link, int socket) { publish_response(link, socket, 1000, {}); });
     check_bad_response([](Link* link, int socket) { publish_response(link, socket, 0, {}); });
     check_bad_response([](Link* link, int socket) {

@@ -13,9 +13,9 @@ namespace {
 
 constexpr std::size_t page_bytes = 4096, page_count = 64;
 
-Settings make_large_queue_settings() {
-    Settings settings;
-    settings.send_wr = 256;
+EndpointSettings make_large_queue_settings() {
+    EndpointSettings settings;
+    settings.max_send_wr = 256;
     settings.cq_entries = 512;
     return settings;
 }
@@ -25,7 +25,7 @@ struct Pages {
     explicit Pages(ibv_pd* pd)
         : bytes(static_cast<std::uint8_t*>(
               mmap(nullptr, page_count * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
-          mr(ibv_reg_mr(pd, bytes, page_count * page_bytes, all_access)) {
+          mr(ibv_reg_mr(pd, bytes, page_count * page_bytes, read_write_access)) {
         CHECK(bytes != MAP_FAILED && mr != nullptr);
     }
     ~Pages() {
@@ -45,8 +45,8 @@ struct Pages {
     ibv_mr* mr;
 };
 
-// A list of requests posted by one call.
-struct List {
+// A list of requests that one call posts.
+struct WriteList {
     std::vector<ibv_send_wr> requests;
     std::vector<ibv_sge> sges;
 
@@ -54,8 +54,10 @@ struct List {
         requests.push_back(make_request(requests.size(), IBV_WR_RDMA_WRITE, address_of(remote), rkey));
         sges.push_back(local);
     }
-    void add(const Pages& from, const Pages& to, std::size_t page_index, std::size_t size_bytes = page_bytes) {
-        add(make_sge(from.mr, address_of(from.page_at(page_index)), size_bytes), to.page_at(page_index), to.mr->rkey);
+    void add(const Pages& source, const Pages& destination, std::size_t page_index,
+             std::size_t size_bytes = page_bytes) {
+        add(make_sge(source.mr, address_of(source.page_at(page_index)), size_bytes), destination.page_at(page_index),
+            destination.mr->rkey);
     }
     void post(Endpoint* endpoint) {
         for (std::size_t index = 0; index < requests.size(); ++index) {
@@ -79,35 +81,35 @@ struct List {
 
 struct TwoEndpoints {
     Endpoint requester{0, make_large_queue_settings()}, responder{1, make_large_queue_settings()};
-    Pages from{requester.pd}, to{responder.pd};
+    Pages source{requester.pd}, destination{responder.pd};
 
     TwoEndpoints() {
         connect(&requester, &responder);
-        fill_pattern(from.bytes, page_count * page_bytes);
+        fill_pattern(source.bytes, page_count * page_bytes);
     }
     void check_page_arrived(std::size_t page_index) const {
-        CHECK(has_pattern(to.page_at(page_index), page_bytes, page_index * page_bytes));
+        CHECK(has_pattern(destination.page_at(page_index), page_bytes, page_index * page_bytes));
     }
-    void check_page_did_not_arrive(std::size_t page_index) const { CHECK(to.page_at(page_index)[0] == 0); }
+    void check_page_did_not_arrive(std::size_t page_index) const { CHECK(destination.page_at(page_index)[0] == 0); }
 };
 
 void test_every_byte_arrives() {
     TwoEndpoints endpoints;
     std::mt19937 random(5);
     for (int round = 0; round < 20; ++round) {
-        std::memset(endpoints.to.bytes, 0, page_count * page_bytes);
-        List list;
+        std::memset(endpoints.destination.bytes, 0, page_count * page_bytes);
+        WriteList list;
         std::vector<std::size_t> sizes;
         for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
             // The list mixes small writes, whose payload is copied, and full pages, which are spliced.
             sizes.push_back(random() % 5 == 0 ? random() % page_bytes : page_bytes);
-            list.add(endpoints.from, endpoints.to, page_index, sizes.back());
+            list.add(endpoints.source, endpoints.destination, page_index, sizes.back());
         }
         list.post(&endpoints.requester);
         list.expect_completions(&endpoints.requester, page_count, IBV_WC_SUCCESS);
         for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
-            CHECK(has_pattern(endpoints.to.page_at(page_index), sizes[page_index], page_index * page_bytes));
-            CHECK(sizes[page_index] == page_bytes || endpoints.to.page_at(page_index)[sizes[page_index]] == 0);
+            CHECK(has_pattern(endpoints.destination.page_at(page_index), sizes[page_index], page_index * page_bytes));
+            CHECK(sizes[page_index] == page_bytes || endpoints.destination.page_at(page_index)[sizes[page_index]] == 0);
         }
     }
 }
@@ -116,15 +118,15 @@ void test_list_may_use_several_regions() {
     TwoEndpoints endpoints;
     const Pages other_source(endpoints.requester.pd), other_destination(endpoints.responder.pd);
     fill_pattern(other_source.bytes, page_count * page_bytes, 7);
-    List list;
+    WriteList list;
     for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
-        list.add(page_index / 3 % 2 == 0 ? endpoints.from : other_source,
-                 page_index / 4 % 2 == 0 ? endpoints.to : other_destination, page_index);
+        list.add(page_index / 3 % 2 == 0 ? endpoints.source : other_source,
+                 page_index / 4 % 2 == 0 ? endpoints.destination : other_destination, page_index);
     }
     list.post(&endpoints.requester);
     list.expect_completions(&endpoints.requester, page_count, IBV_WC_SUCCESS);
     for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
-        const Pages& destination = page_index / 4 % 2 == 0 ? endpoints.to : other_destination;
+        const Pages& destination = page_index / 4 % 2 == 0 ? endpoints.destination : other_destination;
         CHECK(has_pattern(destination.page_at(page_index), page_bytes,
                           page_index * page_bytes + (page_index / 3 % 2 == 0 ? 0 : 7)));
     }
@@ -133,10 +135,10 @@ void test_list_may_use_several_regions() {
 // The memory of one write is inaccessible, either at the responder or at the requester.
 void test_inaccessible_memory(bool is_responder_memory, std::size_t failing_page) {
     TwoEndpoints endpoints;
-    (is_responder_memory ? endpoints.to : endpoints.from).make_inaccessible(failing_page);
-    List list;
+    (is_responder_memory ? endpoints.destination : endpoints.source).make_inaccessible(failing_page);
+    WriteList list;
     for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
-        list.add(endpoints.from, endpoints.to, page_index);
+        list.add(endpoints.source, endpoints.destination, page_index);
     }
     list.post(&endpoints.requester);
     list.expect_completions(&endpoints.requester, failing_page,
@@ -153,10 +155,10 @@ void test_inaccessible_memory(bool is_responder_memory, std::size_t failing_page
 // If two requests of a list fail, the first failure is reported.
 void test_first_of_two_failures_is_reported() {
     TwoEndpoints endpoints;
-    endpoints.from.make_inaccessible(3);
-    List list;
+    endpoints.source.make_inaccessible(3);
+    WriteList list;
     for (std::size_t page_index = 0; page_index < 8; ++page_index) {
-        list.add(endpoints.from, endpoints.to, page_index);
+        list.add(endpoints.source, endpoints.destination, page_index);
     }
     list.sges[5].lkey ^= 1;
     list.post(&endpoints.requester);
@@ -167,30 +169,30 @@ void test_first_of_two_failures_is_reported() {
 
 void test_write_beyond_region_is_refused() {
     TwoEndpoints endpoints;
-    List list;
+    WriteList list;
     for (std::size_t page_index = 0; page_index < 24; ++page_index) {
-        list.add(endpoints.from, endpoints.to, page_index);
+        list.add(endpoints.source, endpoints.destination, page_index);
     }
-    list.requests[17].wr.rdma.remote_addr = address_of(endpoints.to.page_at(page_count)) - page_bytes + 1;
+    list.requests[17].wr.rdma.remote_addr = address_of(endpoints.destination.page_at(page_count)) - page_bytes + 1;
     list.post(&endpoints.requester);
     list.expect_completions(&endpoints.requester, 17, IBV_WC_REM_ACCESS_ERR);
     endpoints.check_page_arrived(16);
     endpoints.check_page_did_not_arrive(18);
-    CHECK(endpoints.to.page_at(page_count - 1)[1] == 0);
+    CHECK(endpoints.destination.page_at(page_count - 1)[1] == 0);
 }
 
 // The key of a deregistered region is invalid, even if the twin has used the region for an earlier list.
 void test_key_of_deregistered_region_is_invalid() {
     TwoEndpoints endpoints;
     ibv_mr* const extra_region =
-        ibv_reg_mr(endpoints.requester.pd, endpoints.from.bytes, page_count * page_bytes, all_access);
+        ibv_reg_mr(endpoints.requester.pd, endpoints.source.bytes, page_count * page_bytes, read_write_access);
     CHECK(extra_region != nullptr);
-    List valid_list, stale_list;
+    WriteList valid_list, stale_list;
     for (std::size_t page_index = 0; page_index < 4; ++page_index) {
-        valid_list.add(make_sge(extra_region, address_of(endpoints.from.page_at(page_index)), page_bytes),
-                       endpoints.to.page_at(page_index), endpoints.to.mr->rkey);
-        stale_list.add(make_sge(extra_region, address_of(endpoints.from.page_at(page_index)), page_bytes),
-                       endpoints.to.page_at(page_index + 8), endpoints.to.mr->rkey);
+        valid_list.add(make_sge(extra_region, address_of(endpoints.source.page_at(page_index)), page_bytes),
+                       endpoints.destination.page_at(page_index), endpoints.destination.mr->rkey);
+        stale_list.add(make_sge(extra_region, address_of(endpoints.source.page_at(page_index)), page_bytes),
+                       endpoints.destination.page_at(page_index + 8), endpoints.destination.mr->rkey);
     }
     valid_list.post(&endpoints.requester);
     valid_list.expect_completions(&endpoints.requester, 4, IBV_WC_SUCCESS);

@@ -11,12 +11,12 @@ namespace {
 
 constexpr std::size_t memory_bytes = 8UL << 20;
 
-Settings make_large_queue_settings() {
-    Settings settings;
-    settings.send_wr = 256;
+EndpointSettings make_large_queue_settings() {
+    EndpointSettings settings;
+    settings.max_send_wr = 256;
     settings.cq_entries = 1024;
-    settings.inline_bytes = 256;
-    settings.rd_atomic = 16;
+    settings.max_inline_bytes = 256;
+    settings.max_rd_atomic = 16;
     return settings;
 }
 
@@ -24,9 +24,10 @@ Settings make_large_queue_settings() {
 // The result is compared with a model of the responder's memory.
 void test_mixed_requests() {
     Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
-    Buffer local(requester.pd, memory_bytes), readback(requester.pd, memory_bytes), remote(responder.pd, memory_bytes);
+    Buffer local_buffer(requester.pd, memory_bytes), readback(requester.pd, memory_bytes),
+        remote_buffer(responder.pd, memory_bytes);
     connect(&requester, &responder);
-    fill_pattern(local.bytes, memory_bytes);
+    fill_pattern(local_buffer.bytes, memory_bytes);
     std::vector<std::uint8_t> model(memory_bytes, 0);
     std::mt19937 random(11);
     for (int round = 0; round < 15; ++round) {
@@ -46,19 +47,20 @@ void test_mixed_requests() {
             if (is_read) {
                 reads.push_back(
                     {id * read_slot_bytes, size_bytes, {&model[remote_offset], &model[remote_offset] + size_bytes}});
-                CHECK(requester.post(
-                          make_request(id, IBV_WR_RDMA_READ, remote.address_at(remote_offset), remote.mr->rkey),
-                          {readback.sge(reads.back().readback_offset, size_bytes)}) == 0);
+                CHECK(requester.post(make_request(id, IBV_WR_RDMA_READ, remote_buffer.address_at(remote_offset),
+                                                  remote_buffer.mr->rkey),
+                                     {readback.sge(reads.back().readback_offset, size_bytes)}) == 0);
                 continue;
             }
-            std::memcpy(&model[remote_offset], local.bytes + local_offset, size_bytes);
+            std::memcpy(&model[remote_offset], local_buffer.bytes + local_offset, size_bytes);
             const std::size_t first_entry_bytes = size_bytes / 3;
             const bool is_inline = size_bytes <= 256 && random() % 2 == 0;
             const unsigned flags = is_inline ? IBV_SEND_SIGNALED | IBV_SEND_INLINE : IBV_SEND_SIGNALED;
             CHECK(requester.post(
-                      make_request(id, IBV_WR_RDMA_WRITE, remote.address_at(remote_offset), remote.mr->rkey, flags),
-                      {local.sge(local_offset, first_entry_bytes),
-                       local.sge(local_offset + first_entry_bytes, size_bytes - first_entry_bytes)}) == 0);
+                      make_request(id, IBV_WR_RDMA_WRITE, remote_buffer.address_at(remote_offset),
+                                   remote_buffer.mr->rkey, flags),
+                      {local_buffer.sge(local_offset, first_entry_bytes),
+                       local_buffer.sge(local_offset + first_entry_bytes, size_bytes - first_entry_bytes)}) == 0);
         }
         for (std::uint64_t id = 0; id < 64; ++id) {
             requester.expect_completion(id, IBV_WC_SUCCESS);
@@ -67,25 +69,25 @@ void test_mixed_requests() {
             CHECK(std::equal(read.expected.begin(), read.expected.end(), readback.bytes + read.readback_offset));
         }
     }
-    CHECK(std::memcmp(remote.bytes, model.data(), memory_bytes) == 0);
+    CHECK(std::memcmp(remote_buffer.bytes, model.data(), memory_bytes) == 0);
 }
 
 // A fenced write waits for the read that fetches its data.
 void test_fenced_write() {
     Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
-    Buffer local(requester.pd, memory_bytes), remote(responder.pd, memory_bytes);
+    Buffer local_buffer(requester.pd, memory_bytes), remote_buffer(responder.pd, memory_bytes);
     connect(&requester, &responder);
     constexpr std::size_t half_bytes = memory_bytes / 2;
     for (int round = 0; round < 10; ++round) {
-        fill_pattern(remote.bytes, half_bytes, static_cast<std::size_t>(round) + 1);
-        CHECK(requester.post(make_request(1, IBV_WR_RDMA_READ, remote.address_at(), remote.mr->rkey),
-                             {local.sge(0, half_bytes)}) == 0);
-        CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, remote.address_at(half_bytes), remote.mr->rkey,
-                                          IBV_SEND_SIGNALED | IBV_SEND_FENCE),
-                             {local.sge(0, half_bytes)}) == 0);
+        fill_pattern(remote_buffer.bytes, half_bytes, static_cast<std::size_t>(round) + 1);
+        CHECK(requester.post(make_request(1, IBV_WR_RDMA_READ, remote_buffer.address_at(), remote_buffer.mr->rkey),
+                             {local_buffer.sge(0, half_bytes)}) == 0);
+        CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, remote_buffer.address_at(half_bytes),
+                                          remote_buffer.mr->rkey, IBV_SEND_SIGNALED | IBV_SEND_FENCE),
+                             {local_buffer.sge(0, half_bytes)}) == 0);
         requester.expect_completion(1, IBV_WC_SUCCESS);
         requester.expect_completion(2, IBV_WC_SUCCESS);
-        CHECK(has_pattern(remote.bytes + half_bytes, half_bytes, static_cast<std::size_t>(round) + 1));
+        CHECK(has_pattern(remote_buffer.bytes + half_bytes, half_bytes, static_cast<std::size_t>(round) + 1));
     }
 }
 
@@ -93,18 +95,18 @@ void test_fenced_write() {
 void test_buffers_after_error() {
     for (int round = 0; round < 15; ++round) {
         Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
-        Buffer local(requester.pd, memory_bytes), remote(responder.pd, memory_bytes);
+        Buffer local_buffer(requester.pd, memory_bytes), remote_buffer(responder.pd, memory_bytes);
         connect(&requester, &responder);
-        std::memset(local.bytes, 1, memory_bytes);
+        std::memset(local_buffer.bytes, 1, memory_bytes);
         constexpr std::size_t write_bytes = memory_bytes / 16;
         for (std::uint64_t id = 0; id < 16; ++id) {
-            CHECK(requester.post(
-                      make_request(id, IBV_WR_RDMA_WRITE, remote.address_at(id * write_bytes), remote.mr->rkey),
-                      {local.sge(id * write_bytes, write_bytes)}) == 0);
+            CHECK(requester.post(make_request(id, IBV_WR_RDMA_WRITE, remote_buffer.address_at(id * write_bytes),
+                                              remote_buffer.mr->rkey),
+                                 {local_buffer.sge(id * write_bytes, write_bytes)}) == 0);
         }
         usleep(static_cast<useconds_t>(round) * 100);
         CHECK(requester.modify_to(IBV_QPS_ERR) == 0);
-        std::memset(local.bytes, 2, memory_bytes);
+        std::memset(local_buffer.bytes, 2, memory_bytes);
         std::size_t success_count = 0;
         for (std::uint64_t id = 0; id < 16; ++id) {
             const ibv_wc wc = requester.poll_completion();
@@ -114,29 +116,29 @@ void test_buffers_after_error() {
             success_count += wc.status == IBV_WC_SUCCESS ? 1 : 0;
         }
         CHECK(responder.modify_to(IBV_QPS_ERR) == 0);
-        CHECK(std::memchr(remote.bytes, 2, memory_bytes) == nullptr);
-        CHECK(std::memchr(remote.bytes, 0, success_count * write_bytes) == nullptr || success_count == 0);
+        CHECK(std::memchr(remote_buffer.bytes, 2, memory_bytes) == nullptr);
+        CHECK(std::memchr(remote_buffer.bytes, 0, success_count * write_bytes) == nullptr || success_count == 0);
     }
 }
 
 // After a request is refused, the later requests are flushed, and none of them has an effect.
 void test_refused_in_the_middle() {
     Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
-    Buffer local(requester.pd, memory_bytes), remote(responder.pd, memory_bytes);
+    Buffer local_buffer(requester.pd, memory_bytes), remote_buffer(responder.pd, memory_bytes);
     connect(&requester, &responder);
-    std::memset(local.bytes, 1, memory_bytes);
+    std::memset(local_buffer.bytes, 1, memory_bytes);
     for (std::uint64_t id = 0; id < 64; ++id) {
-        const std::uint32_t rkey = id == 20 ? remote.mr->rkey ^ 1 : remote.mr->rkey;
-        CHECK(requester.post(make_request(id, IBV_WR_RDMA_WRITE, remote.address_at(id * 8192), rkey),
-                             {local.sge(0, 8192)}) == 0);
+        const std::uint32_t rkey = id == 20 ? remote_buffer.mr->rkey ^ 1 : remote_buffer.mr->rkey;
+        CHECK(requester.post(make_request(id, IBV_WR_RDMA_WRITE, remote_buffer.address_at(id * 8192), rkey),
+                             {local_buffer.sge(0, 8192)}) == 0);
     }
     for (std::uint64_t id = 0; id < 64; ++id) {
         requester.expect_completion(id, id < 20    ? IBV_WC_SUCCESS
                                         : id == 20 ? IBV_WC_REM_ACCESS_ERR
                                                    : IBV_WC_WR_FLUSH_ERR);
     }
-    CHECK(std::memchr(remote.bytes, 0, 20UL * 8192) == nullptr);
-    CHECK(std::memchr(remote.bytes + 20UL * 8192, 1, memory_bytes - 20UL * 8192) == nullptr);
+    CHECK(std::memchr(remote_buffer.bytes, 0, 20UL * 8192) == nullptr);
+    CHECK(std::memchr(remote_buffer.bytes + 20UL * 8192, 1, memory_bytes - 20UL * 8192) == nullptr);
     CHECK(wait_for_event(responder.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
 }
 

@@ -20,6 +20,9 @@ using gdrkit::twin::verbs::make_multicast_socket_name;
 
 namespace {
 
+// Size of a receive buffer. A network header and a datagram of the path MTU need 4136 bytes.
+constexpr std::size_t receive_bytes = 4200;
+
 // The second process runs this function. It joins a group, and sends the bytes of each datagram back to the sender. It
 // ends after an empty datagram.
 int run_echo(int socket) {
@@ -27,40 +30,40 @@ int run_echo(int socket) {
     const ibv_gid group = make_group(1);
     CHECK(ibv_attach_mcast(endpoint.qp, &group, 0) == 0);
     for (int index = 0; index < 8; ++index) {
-        CHECK(endpoint.post_receive(static_cast<std::uint64_t>(index), static_cast<std::size_t>(index) * 4200, 4200) ==
-              0);
+        CHECK(endpoint.post_receive(static_cast<std::uint64_t>(index), static_cast<std::size_t>(index) * receive_bytes,
+                                    receive_bytes) == 0);
     }
     CHECK(send_all(socket, &endpoint.qp->qp_num, sizeof endpoint.qp->qp_num));
-    ibv_gid peer{};
-    CHECK(recv_all(socket, &peer, sizeof peer));
-    ibv_ah* const return_ah = endpoint.create_address_handle(make_path(peer));
+    ibv_gid peer_gid{};
+    CHECK(recv_all(socket, &peer_gid, sizeof peer_gid));
+    ibv_ah* const return_ah = endpoint.create_address_handle(make_path(peer_gid));
     // An answer may arrive, and the peer may send its next datagram, before the answer completes here. So a buffer is
     // posted again only after the answer from it has completed.
     bool has_ended = false;
-    for (int pending_answers_count = 0; !has_ended || pending_answers_count > 0;) {
+    for (int pending_answer_count = 0; !has_ended || pending_answer_count > 0;) {
         const ibv_wc wc = endpoint.poll_completion();
         CHECK(wc.status == IBV_WC_SUCCESS);
-        const std::size_t offset = wc.wr_id * 4200;
+        const std::size_t offset = wc.wr_id * receive_bytes;
         if (wc.opcode == IBV_WC_SEND) {
-            --pending_answers_count;
-            CHECK(endpoint.post_receive(wc.wr_id, offset, 4200) == 0);
+            --pending_answer_count;
+            CHECK(endpoint.post_receive(wc.wr_id, offset, receive_bytes) == 0);
         } else if (wc.byte_len == grh_bytes) {
             has_ended = true;
         } else {
             CHECK(endpoint.send(wc.wr_id, return_ah, wc.src_qp, offset + grh_bytes, wc.byte_len - grh_bytes) == 0);
-            ++pending_answers_count;
+            ++pending_answer_count;
         }
     }
     CHECK(ibv_destroy_ah(return_ah) == 0 && ibv_detach_mcast(endpoint.qp, &group, 0) == 0);
     return 0;
 }
 
-struct Echo {
+struct EchoProcess {
     pid_t pid = 0;
     Fd socket;
     std::uint32_t qp_num = 0;
 
-    explicit Echo(const ibv_gid& gid) {
+    explicit EchoProcess(const ibv_gid& gid) {
         int sockets[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
         socket = Fd(sockets[0]);
@@ -82,13 +85,13 @@ struct Echo {
 
 void test_datagrams_move_between_processes() {
     DatagramEndpoint endpoint(0);
-    const Echo echo(query_gid(endpoint.context));
+    const EchoProcess echo(query_gid(endpoint.context));
     ibv_ah* const ah =
         endpoint.create_address_handle(make_path(query_gid(std::make_unique<DatagramEndpoint>(1)->context)));
     for (std::size_t count = 0; count < 50; ++count) {
         const std::size_t length = 1 + count * 83;
         fill_pattern(endpoint.buffer->bytes, length, count);
-        CHECK(endpoint.post_receive(1, 8192, 4200) == 0);
+        CHECK(endpoint.post_receive(1, 8192, receive_bytes) == 0);
         CHECK(endpoint.send(2, ah, echo.qp_num, 0, std::min(length, mtu_bytes), 0) == 0);
         const ibv_wc wc = endpoint.expect_completion(1);
         CHECK(wc.src_qp == echo.qp_num && wc.byte_len == grh_bytes + length);
@@ -106,7 +109,7 @@ void test_datagrams_move_between_processes() {
 // to an unknown queue pair.
 void test_stopped_receiver_does_not_block_others() {
     DatagramEndpoint endpoint(0, test_qkey, 256), local_endpoint(0);
-    const Echo echo(query_gid(endpoint.context));
+    const EchoProcess echo(query_gid(endpoint.context));
     CHECK(kill(echo.pid, SIGSTOP) == 0);
     ibv_ah* const ah =
         endpoint.create_address_handle(make_path(query_gid(std::make_unique<DatagramEndpoint>(1)->context)));
@@ -131,7 +134,7 @@ void test_stopped_receiver_does_not_block_others() {
 void test_multicast_reaches_every_member() {
     DatagramEndpoint sender(0), member(1), outsider(0);
     const ibv_gid group = make_group(1), other_group = make_group(2);
-    const Echo echo(query_gid(sender.context));
+    const EchoProcess echo(query_gid(sender.context));
     // Attaching twice has no further effect: one copy arrives.
     for (int count = 0; count < 2; ++count) {
         CHECK(ibv_attach_mcast(sender.qp, &group, 0) == 0 && ibv_attach_mcast(member.qp, &group, 0) == 0);
@@ -145,7 +148,7 @@ void test_multicast_reaches_every_member() {
     CHECK(sender.send(3, ah, multicast_qpn, 8192, 100, 0) == 0);
     CHECK(member.expect_completion(1).src_qp == sender.qp->qp_num);
     CHECK(has_pattern(member.buffer->bytes + grh_bytes, 100));
-    CHECK(std::memcmp(member.buffer->bytes + 24, &group, sizeof group) == 0);
+    CHECK(std::memcmp(member.buffer->bytes + 24, &group, sizeof group) == 0); // the destination in the network header
     // The sender gets its own datagram, and the answer of the member in the other process.
     CHECK(sender.expect_completion(1).src_qp + sender.expect_completion(2).src_qp == sender.qp->qp_num + echo.qp_num);
     outsider.expect_no_completion();
@@ -188,34 +191,34 @@ void test_wrong_groups_are_refused() {
 void test_hostile_frames_are_discarded() {
     DatagramEndpoint endpoint;
     const ibv_gid gid = query_gid(endpoint.context);
-    const std::string name = make_datagram_socket_name(gid, endpoint.qp->qp_num);
+    const std::string socket_name = make_datagram_socket_name(gid, endpoint.qp->qp_num);
     const Fd sender(open_datagram_sender());
-    DatagramHeader valid{};
-    valid.magic = verbs::datagram_magic;
-    valid.version = verbs::datagram_version;
-    valid.source_gid = valid.destination_gid = gid;
-    valid.source_qpn = 7;
-    valid.destination_qpn = endpoint.qp->qp_num;
-    valid.qkey = test_qkey;
-    valid.payload_bytes = 8;
+    DatagramHeader valid_header{};
+    valid_header.magic = verbs::datagram_magic;
+    valid_header.version = verbs::datagram_version;
+    valid_header.source_gid = valid_header.destination_gid = gid;
+    valid_header.source_qpn = 7;
+    valid_header.destination_qpn = endpoint.qp->qp_num;
+    valid_header.qkey = test_qkey;
+    valid_header.payload_bytes = 8;
     std::vector<char> payload(65536);
     const auto send = [&](const DatagramHeader& header, std::size_t header_bytes, std::size_t payload_bytes) {
         const iovec parts[] = {{const_cast<DatagramHeader*>(&header), header_bytes}, {payload.data(), payload_bytes}};
         int error = EAGAIN;
         while (error == EAGAIN) {
-            error = send_datagram(sender.get(), name, parts);
+            error = send_datagram(sender.get(), socket_name, parts);
         }
         CHECK(error == 0);
     };
     CHECK(endpoint.post_receive(1, 0, 200) == 0);
-    for (std::size_t bytes = 0; bytes < sizeof valid; bytes += 7) {
-        send(valid, bytes, 0);
+    for (std::size_t bytes = 0; bytes < sizeof valid_header; bytes += 7) {
+        send(valid_header, bytes, 0);
     }
-    send(valid, sizeof valid, 7);
-    send(valid, sizeof valid, 9);
-    send(valid, sizeof valid, 65000);
+    send(valid_header, sizeof valid_header, 7);
+    send(valid_header, sizeof valid_header, 9);
+    send(valid_header, sizeof valid_header, 65000);
     const auto send_changed = [&](auto change) {
-        DatagramHeader header = valid;
+        DatagramHeader header = valid_header;
         change(&header);
         send(header, sizeof header, std::min<std::size_t>(header.payload_bytes, 65000));
     };
@@ -232,7 +235,7 @@ void test_hostile_frames_are_discarded() {
     send_changed([](DatagramHeader* header) { header->flow_label = 0x100000; });
     send_changed([](DatagramHeader* header) { header->is_roce_v2 = 2; });
     endpoint.expect_no_completion();
-    send(valid, sizeof valid, 8);
+    send(valid_header, sizeof valid_header, 8);
     CHECK(endpoint.expect_completion(1).src_qp == 7);
 }
 
@@ -254,9 +257,9 @@ void test_pair_ends_right_after_a_send_to_its_group() {
 
 } // namespace
 
-int main(int count, char** arguments) {
+int main(int argument_count, char** arguments) {
     isolate_from_other_processes();
-    if (count > 1) {
+    if (argument_count > 1) {
         return run_echo(std::atoi(arguments[1]));
     }
     test_datagrams_move_between_processes();

@@ -1,6 +1,6 @@
-// Tests of the software twin of libibverbs: the libraries of this machine's rdma-core can be loaded on the twin. These
-// are the providers, which register themselves when they are loaded, the libraries of providers that programs link
-// (libmlx5, libefa), and librdmacm.
+// Tests of the software twin of libibverbs: the libraries of this machine's rdma-core can be loaded with the twin in
+// place of libibverbs. These are the providers, which register themselves when they are loaded, the libraries of
+// providers that programs link (libmlx5, libefa), and librdmacm.
 #include <dlfcn.h>
 
 #include <cstdio>

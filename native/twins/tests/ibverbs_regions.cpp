@@ -29,19 +29,19 @@ void test_host_memory_registration_is_checked() {
         CHECK(ibv_reg_mr_iova2(endpoint.pd, address, length, iova, access) == nullptr && errno == error);
     };
     const std::uint64_t memory_address = address_of(memory);
-    check_fails(memory, page_bytes, memory_address + 1, all_access, EINVAL);
-    check_fails(memory, 0, memory_address, all_access, EINVAL);
+    check_fails(memory, page_bytes, memory_address + 1, read_write_access, EINVAL);
+    check_fails(memory, 0, memory_address, read_write_access, EINVAL);
     check_fails(memory, page_bytes, memory_address, IBV_ACCESS_REMOTE_WRITE, EINVAL);
     check_fails(memory, page_bytes, memory_address, IBV_ACCESS_REMOTE_ATOMIC, EINVAL);
     check_fails(memory, page_bytes, memory_address, 1U << 15, EINVAL);
     check_fails(memory, page_bytes, memory_address, IBV_ACCESS_ON_DEMAND, EINVAL);
-    check_fails(memory, ~0UL - page_bytes, memory_address, all_access, EINVAL);
-    check_fails(nullptr, page_bytes, 0, all_access, EFAULT);
+    check_fails(memory, ~0UL - page_bytes, memory_address, read_write_access, EINVAL);
+    check_fails(nullptr, page_bytes, 0, read_write_access, EFAULT);
     void* const mapping_with_hole =
         mmap(nullptr, 3 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     auto* const bytes = static_cast<char*>(mapping_with_hole);
     CHECK(munmap(bytes + page_bytes, page_bytes) == 0);
-    check_fails(mapping_with_hole, 3 * page_bytes, address_of(mapping_with_hole), all_access, EFAULT);
+    check_fails(mapping_with_hole, 3 * page_bytes, address_of(mapping_with_hole), read_write_access, EFAULT);
     CHECK(mprotect(bytes + 2 * page_bytes, page_bytes, PROT_NONE) == 0);
     check_fails(bytes + 2 * page_bytes, 1, address_of(bytes + 2 * page_bytes), 0, EFAULT);
     CHECK(mprotect(bytes + 2 * page_bytes, page_bytes, PROT_READ) == 0);
@@ -51,7 +51,7 @@ void test_host_memory_registration_is_checked() {
 
     std::set<std::uint32_t> keys;
     for (int count = 0; count < 200; ++count) {
-        ibv_mr* const mr = ibv_reg_mr(endpoint.pd, memory + 5, 100, all_access | IBV_ACCESS_RELAXED_ORDERING);
+        ibv_mr* const mr = ibv_reg_mr(endpoint.pd, memory + 5, 100, read_write_access | IBV_ACCESS_RELAXED_ORDERING);
         CHECK(mr != nullptr && mr->addr == memory + 5 && mr->length == 100 && mr->pd == endpoint.pd);
         CHECK(keys.insert(mr->lkey).second && keys.insert(mr->rkey).second);
         CHECK(ibv_dereg_mr(mr) == 0);
@@ -77,11 +77,11 @@ void test_invalid_dmabuf_imports_fail() {
     CHECK(ftruncate(plain_memfd.get(), 16 * page_bytes) == 0);
     const Fd dev_null(open("/dev/null", O_RDWR | O_CLOEXEC));
     const int fd = dmabuf.get();
-    constexpr int access = all_access;
+    constexpr int access = read_write_access;
 
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, fd, access) == 0);
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0x7f0000000000, fd,
-                               all_access_atomic | IBV_ACCESS_RELAXED_ORDERING) == 0);
+                               read_write_atomic_access | IBV_ACCESS_RELAXED_ORDERING) == 0);
     CHECK(import_and_get_errno(endpoint.pd, 3, page_bytes, page_bytes + 3, fd, access) == 0);
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 1, -1, access) == EINVAL);
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, -1, access | IBV_ACCESS_ON_DEMAND) == EINVAL);
@@ -115,36 +115,36 @@ void test_region_covers_dmabuf_of_two_extents() {
     void* const view = mmap(nullptr, 4 * page_bytes, PROT_READ, MAP_SHARED, second_memory.get(), 0);
     CHECK(view != MAP_FAILED);
     ibv_mr* const first_region =
-        ibv_reg_dmabuf_mr(responder.pd, page_bytes + 7, 3 * page_bytes, 0x10007, dmabuf.get(), all_access);
+        ibv_reg_dmabuf_mr(responder.pd, page_bytes + 7, 3 * page_bytes, 0x10007, dmabuf.get(), read_write_access);
     ibv_mr* const second_region =
-        ibv_reg_dmabuf_mr(responder.pd, 3 * page_bytes, page_bytes, 0, dmabuf.get(), all_access);
+        ibv_reg_dmabuf_mr(responder.pd, 3 * page_bytes, page_bytes, 0, dmabuf.get(), read_write_access);
     CHECK(first_region != nullptr && second_region != nullptr);
     dmabuf.reset();
     first_memory.reset();
     second_memory.reset();
-    Buffer from(requester.pd, 3 * page_bytes), readback(requester.pd, 3 * page_bytes);
-    fill_pattern(from.bytes, 3 * page_bytes);
+    Buffer source(requester.pd, 3 * page_bytes), readback(requester.pd, 3 * page_bytes);
+    fill_pattern(source.bytes, 3 * page_bytes);
     CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 0x10007, first_region->rkey),
-                         {from.sge(0, 3 * page_bytes)}) == 0);
+                         {source.sge(0, 3 * page_bytes)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(view, 2 * page_bytes + 7, page_bytes - 7));
     CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, 0x10007, first_region->rkey),
                          {readback.sge(0, 3 * page_bytes)}) == 0);
     requester.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(has_pattern(readback.bytes, 3 * page_bytes));
-    CHECK(requester.post(make_request(3, IBV_WR_RDMA_WRITE, 5, second_region->rkey), {from.sge(0, 10)}) == 0);
+    CHECK(requester.post(make_request(3, IBV_WR_RDMA_WRITE, 5, second_region->rkey), {source.sge(0, 10)}) == 0);
     requester.expect_completion(3, IBV_WC_SUCCESS);
-    CHECK(std::memcmp(static_cast<char*>(view) + page_bytes + 5, from.bytes, 10) == 0);
+    CHECK(std::memcmp(static_cast<char*>(view) + page_bytes + 5, source.bytes, 10) == 0);
     CHECK(ibv_dereg_mr(first_region) == 0 && ibv_dereg_mr(second_region) == 0);
     munmap(view, 4 * page_bytes);
 }
 
 void drop_cap_ipc_lock() {
     __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
-    __user_cap_data_struct data[2]{};
-    CHECK(syscall(SYS_capget, &header, data) == 0);
-    data[0].effective &= ~(1U << CAP_IPC_LOCK);
-    CHECK(syscall(SYS_capset, &header, data) == 0);
+    __user_cap_data_struct capabilities[2]{};
+    CHECK(syscall(SYS_capget, &header, capabilities) == 0);
+    capabilities[0].effective &= ~(1U << CAP_IPC_LOCK);
+    CHECK(syscall(SYS_capset, &header, capabilities) == 0);
 }
 
 void test_locked_memory_limit_is_enforced() {
@@ -152,22 +152,22 @@ void test_locked_memory_limit_is_enforced() {
     Endpoint endpoint;
     alignas(page_bytes) static std::uint8_t memory[16 * page_bytes];
     const auto set_limit = [](std::size_t bytes) {
-        const rlimit value{bytes, 16 * page_bytes};
-        CHECK(setrlimit(RLIMIT_MEMLOCK, &value) == 0);
+        const rlimit limit{bytes, 16 * page_bytes};
+        CHECK(setrlimit(RLIMIT_MEMLOCK, &limit) == 0);
     };
     const auto register_and_get_errno = [&](std::size_t length) {
         errno = 0;
-        CHECK(ibv_reg_mr(endpoint.pd, memory, length, all_access) == nullptr);
+        CHECK(ibv_reg_mr(endpoint.pd, memory, length, read_write_access) == nullptr);
         return errno;
     };
     set_limit(4 * page_bytes);
     CHECK(register_and_get_errno(5 * page_bytes) == ENOMEM);
-    ibv_mr* const mr = ibv_reg_mr(endpoint.pd, memory, 3 * page_bytes, all_access);
+    ibv_mr* const mr = ibv_reg_mr(endpoint.pd, memory, 3 * page_bytes, read_write_access);
     CHECK(mr != nullptr);
     // The same pages count again for a second registration.
     CHECK(register_and_get_errno(2 * page_bytes) == ENOMEM);
     CHECK(ibv_dereg_mr(mr) == 0);
-    ibv_mr* const second_mr = ibv_reg_mr(endpoint.pd, memory + 1, 3 * page_bytes, all_access);
+    ibv_mr* const second_mr = ibv_reg_mr(endpoint.pd, memory + 1, 3 * page_bytes, read_write_access);
     CHECK(second_mr != nullptr && ibv_dereg_mr(second_mr) == 0);
     set_limit(0);
     CHECK(register_and_get_errno(1) == EPERM);
@@ -175,7 +175,7 @@ void test_locked_memory_limit_is_enforced() {
     const Fd device(make_device_memory(page_bytes));
     const Extent whole_extent{device.get(), 0, page_bytes};
     const Fd dmabuf(export_dmabuf({&whole_extent, 1}));
-    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, dmabuf.get(), all_access) == 0);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, dmabuf.get(), read_write_access) == 0);
 }
 
 } // namespace

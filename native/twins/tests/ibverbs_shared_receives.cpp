@@ -62,14 +62,14 @@ void test_used_objects_cannot_be_destroyed() {
 
 void test_two_queue_pairs_consume_in_order() {
     SharedReceiver shared(3);
-    Buffer from(shared.first_sender.pd, 64), second_source(shared.second_sender.pd, 64);
-    fill_pattern(from.bytes, 64);
+    Buffer first_source(shared.first_sender.pd, 64), second_source(shared.second_sender.pd, 64);
+    fill_pattern(first_source.bytes, 64);
     fill_pattern(second_source.bytes, 64, 100);
     for (std::uint64_t wr_id = 1; wr_id <= 3; ++wr_id) {
         CHECK(shared.post(wr_id) == 0);
     }
     CHECK(shared.post(4) == ENOMEM);
-    CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+    CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {first_source.sge(0, 64)}) == 0);
     shared.first_sender.expect_completion(1, IBV_WC_SUCCESS);
     ibv_wc wc = shared.receiver.poll_completion();
     CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.qp_num == shared.first_qp->qp_num);
@@ -83,7 +83,7 @@ void test_two_queue_pairs_consume_in_order() {
 }
 
 void test_empty_queue_is_not_ready() {
-    Settings impatient_settings;
+    EndpointSettings impatient_settings;
     impatient_settings.rnr_retry = 1;
     Endpoint sender(1, impatient_settings), receiver;
     receiver.use_shared_receive_queue(4);
@@ -143,15 +143,15 @@ void test_destroyed_queue_pair_frees_slots() {
     Endpoint sender(1), receiver;
     receiver.use_shared_receive_queue(1);
     connect(&sender, &receiver);
-    const Buffer into(receiver.pd, 64);
-    CHECK(receiver.post_shared_receive(1, into.sge(0, 64)) == 0);
+    const Buffer receive_buffer(receiver.pd, 64);
+    CHECK(receiver.post_shared_receive(1, receive_buffer.sge(0, 64)) == 0);
     CHECK(sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(receiver.post_shared_receive(2, into.sge(0, 64)) == ENOMEM);
+    CHECK(receiver.post_shared_receive(2, receive_buffer.sge(0, 64)) == ENOMEM);
     // Destroying the queue pair removes its completion from the completion queue, which frees the slot.
     CHECK(ibv_destroy_qp(receiver.qp) == 0);
     receiver.qp = nullptr;
-    CHECK(receiver.post_shared_receive(3, into.sge(0, 64)) == 0);
+    CHECK(receiver.post_shared_receive(3, receive_buffer.sge(0, 64)) == 0);
 }
 
 } // namespace

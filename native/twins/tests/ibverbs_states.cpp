@@ -76,7 +76,7 @@ void test_query_returns_attributes() {
     CHECK(ibv_query_qp(requester.qp, &attr, IBV_QP_STATE | IBV_QP_AV, &init) == 0);
     CHECK(attr.qp_state == IBV_QPS_RTS && attr.dest_qp_num == responder.qp->qp_num && attr.path_mtu == IBV_MTU_4096);
     CHECK(attr.timeout == 14 && attr.retry_cnt == 7 && attr.rnr_retry == 7 && attr.sq_psn == 0x123);
-    CHECK(attr.ah_attr.grh.sgid_index == 1 && attr.qp_access_flags == all_access_atomic);
+    CHECK(attr.ah_attr.grh.sgid_index == 1 && attr.qp_access_flags == read_write_atomic_access);
     CHECK(attr.cap.max_send_wr == 16 && init.cap.max_inline_data == 64 && init.send_cq == requester.cq);
     CHECK(init.qp_type == IBV_QPT_RC);
 }
@@ -85,9 +85,10 @@ void test_query_returns_attributes() {
 void test_reset_discards_everything() {
     Endpoint requester, responder;
     connect(&requester, &responder);
-    Buffer from(requester.pd, 8), to(responder.pd, 8);
+    Buffer source(requester.pd, 8), target(responder.pd, 8);
     const auto write = [&](std::uint64_t id) {
-        return requester.post(make_request(id, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey), {from.sge(0, 8)});
+        return requester.post(make_request(id, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey),
+                              {source.sge(0, 8)});
     };
     CHECK(write(1) == 0);
     CHECK(requester.post_receive(2, {}) == 0);
@@ -96,7 +97,7 @@ void test_reset_discards_everything() {
     usleep(5000);
     CHECK(ibv_poll_cq(requester.cq, 1, &wc) == 0);
     connect(&requester, &responder);
-    for (std::uint64_t id = 10; id < 10 + requester.settings.send_wr; ++id) {
+    for (std::uint64_t id = 10; id < 10 + requester.settings.max_send_wr; ++id) {
         CHECK(write(id) == 0);
     }
     CHECK(write(99) == ENOMEM);
@@ -104,7 +105,7 @@ void test_reset_discards_everything() {
 }
 
 void test_error_state_flushes_requests_in_order() {
-    Settings settings;
+    EndpointSettings settings;
     settings.timeout = 0;
     Endpoint requester(0, settings), responder;
     requester.connect(responder.address());

@@ -16,16 +16,16 @@
 
 namespace gdrkit::twin::tests {
 
-// Set GDRKIT_TWINS_DOMAIN to a name of this process, so that its NICs do not reach the NICs of tests that run at the
-// same time.
+// Set GDRKIT_TWINS_DOMAIN, if it is not set, to a name with the id of this process. Its NICs then do not reach the NICs
+// of tests that run at the same time.
 inline void isolate_from_other_processes() {
     if (std::getenv("GDRKIT_TWINS_DOMAIN") == nullptr) {
         setenv("GDRKIT_TWINS_DOMAIN", ("test." + std::to_string(getpid())).c_str(), 1);
     }
 }
 
-constexpr int all_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
-constexpr int all_access_atomic = all_access | IBV_ACCESS_REMOTE_ATOMIC;
+constexpr int read_write_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+constexpr int read_write_atomic_access = read_write_access | IBV_ACCESS_REMOTE_ATOMIC;
 
 // Return a byte of the test pattern. Neighbouring bytes differ, and so do bytes at the same offset of neighbouring
 // pages.
@@ -33,18 +33,18 @@ inline std::uint8_t pattern_at(std::size_t index) {
     return static_cast<std::uint8_t>(index * 131U + (index >> 8) * 7U + (index >> 16) + 1U);
 }
 
-// fill_pattern() and has_pattern() use the pattern from the byte with the index `salt` on.
-inline void fill_pattern(void* memory, std::size_t size_bytes, std::size_t salt = 0) {
+// In fill_pattern() and has_pattern(), the first byte of the memory corresponds to pattern_at(first_index).
+inline void fill_pattern(void* memory, std::size_t size_bytes, std::size_t first_index = 0) {
     auto* const bytes = static_cast<std::uint8_t*>(memory);
     for (std::size_t index = 0; index < size_bytes; ++index) {
-        bytes[index] = pattern_at(index + salt);
+        bytes[index] = pattern_at(index + first_index);
     }
 }
 
-inline bool has_pattern(const void* memory, std::size_t size_bytes, std::size_t salt = 0) {
+inline bool has_pattern(const void* memory, std::size_t size_bytes, std::size_t first_index = 0) {
     const auto* const bytes = static_cast<const std::uint8_t*>(memory);
     for (std::size_t index = 0; index < size_bytes; ++index) {
-        if (bytes[index] != pattern_at(index + salt)) {
+        if (bytes[index] != pattern_at(index + first_index)) {
             return false;
         }
     }
@@ -61,36 +61,36 @@ inline ibv_context* open_device(int index) {
     return context;
 }
 
-// The connection data of a queue pair that its peer needs.
-struct Address {
+// The data about a queue pair that its peer needs for a connection.
+struct QueuePairAddress {
     ibv_gid gid;
     std::uint32_t qp_num;
     std::uint32_t psn;
 };
 
-// Settings of an endpoint.
-struct Settings {
-    std::uint32_t send_wr = 16, receive_wr = 16, sge = 4, inline_bytes = 64; // limits of the queue pair
+struct EndpointSettings {
+    std::uint32_t max_send_wr = 16, max_receive_wr = 16, max_sges = 4, max_inline_bytes = 64;
     int cq_entries = 64;
     int sq_sig_all = 0;
-    unsigned access = all_access_atomic;
-    std::uint8_t timeout = 14, retry_count = 7, rnr_retry = 7, min_rnr_timer = 1, rd_atomic = 1;
+    unsigned access_flags = read_write_atomic_access;
+    // Attributes for the transitions to RTR and RTS. The timeout means 4.096 us * 2^14.
+    std::uint8_t timeout = 14, retry_count = 7, rnr_retry = 7, min_rnr_timer = 1, max_rd_atomic = 1;
     bool has_channel = false; // the completion queue has a completion channel
     ibv_qp_type type = IBV_QPT_RC;
 };
 
-// A queue pair with its device, protection domain and completion queues.
+// A queue pair with its device, protection domain and completion queue.
 struct Endpoint {
     ibv_context* context;
     ibv_pd* pd;
     ibv_comp_channel* channel = nullptr;
     ibv_cq* cq;
-    ibv_srq* srq = nullptr; // the next queue pair of this endpoint uses it
+    ibv_srq* srq = nullptr; // the shared receive queue for create_queue_pair(), or null
     ibv_qp* qp;
-    Settings settings;
+    EndpointSettings settings;
     std::uint32_t psn = 0x123;
 
-    explicit Endpoint(int device = 0, Settings endpoint_settings = {})
+    explicit Endpoint(int device = 0, EndpointSettings endpoint_settings = {})
         : context(open_device(device)), settings(endpoint_settings) {
         pd = ibv_alloc_pd(context);
         CHECK(pd != nullptr);
@@ -117,7 +117,8 @@ struct Endpoint {
         ibv_qp_init_attr init{};
         init.send_cq = cq;
         init.recv_cq = cq;
-        init.cap = {settings.send_wr, settings.receive_wr, settings.sge, settings.sge, settings.inline_bytes};
+        init.cap = {settings.max_send_wr, settings.max_receive_wr, settings.max_sges, settings.max_sges,
+                    settings.max_inline_bytes};
         init.srq = srq;
         init.qp_type = settings.type;
         init.sq_sig_all = settings.sq_sig_all;
@@ -135,8 +136,8 @@ struct Endpoint {
         create_queue_pair();
     }
 
-    Address address() {
-        Address address{};
+    QueuePairAddress address() {
+        QueuePairAddress address{};
         CHECK(ibv_query_gid(context, 1, 1, &address.gid) == 0);
         address.qp_num = qp->qp_num;
         address.psn = psn;
@@ -147,27 +148,27 @@ struct Endpoint {
         ibv_qp_attr attr{};
         attr.qp_state = IBV_QPS_INIT;
         attr.port_num = 1;
-        attr.qp_access_flags = settings.access;
+        attr.qp_access_flags = settings.access_flags;
         return ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
     }
-    ibv_qp_attr make_rtr_attr(const Address& peer) const {
+    ibv_qp_attr make_rtr_attr(const QueuePairAddress& peer) const {
         ibv_qp_attr attr{};
         attr.qp_state = IBV_QPS_RTR;
         attr.path_mtu = IBV_MTU_4096;
         attr.dest_qp_num = peer.qp_num;
         attr.rq_psn = peer.psn;
-        attr.max_dest_rd_atomic = settings.rd_atomic;
+        attr.max_dest_rd_atomic = settings.max_rd_atomic;
         attr.min_rnr_timer = settings.min_rnr_timer;
         attr.ah_attr.is_global = 1;
         attr.ah_attr.port_num = 1;
         attr.ah_attr.grh.dgid = peer.gid;
-        attr.ah_attr.grh.sgid_index = 1;
+        attr.ah_attr.grh.sgid_index = 1; // the GID of RoCE v2
         attr.ah_attr.grh.hop_limit = 64;
         return attr;
     }
     static constexpr int rtr_mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
                                     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
-    int modify_to_rtr(const Address& peer) {
+    int modify_to_rtr(const QueuePairAddress& peer) {
         ibv_qp_attr attr = make_rtr_attr(peer);
         return ibv_modify_qp(qp, &attr, rtr_mask);
     }
@@ -180,7 +181,7 @@ struct Endpoint {
         attr.retry_cnt = settings.retry_count;
         attr.rnr_retry = settings.rnr_retry;
         attr.sq_psn = psn;
-        attr.max_rd_atomic = settings.rd_atomic;
+        attr.max_rd_atomic = settings.max_rd_atomic;
         return ibv_modify_qp(qp, &attr, rts_mask);
     }
     int modify_to(ibv_qp_state state) {
@@ -188,7 +189,7 @@ struct Endpoint {
         attr.qp_state = state;
         return ibv_modify_qp(qp, &attr, IBV_QP_STATE);
     }
-    void connect(const Address& peer) {
+    void connect(const QueuePairAddress& peer) {
         CHECK(modify_to_init() == 0);
         CHECK(modify_to_rtr(peer) == 0);
         CHECK(modify_to_rts() == 0);
@@ -258,13 +259,13 @@ struct Endpoint {
     }
 };
 
-inline ibv_send_wr make_request(std::uint64_t wr_id, ibv_wr_opcode opcode, std::uint64_t remote = 0,
+inline ibv_send_wr make_request(std::uint64_t wr_id, ibv_wr_opcode opcode, std::uint64_t remote_address = 0,
                                 std::uint32_t rkey = 0, unsigned flags = IBV_SEND_SIGNALED) {
     ibv_send_wr wr{};
     wr.wr_id = wr_id;
     wr.opcode = opcode;
     wr.send_flags = flags;
-    wr.wr.rdma.remote_addr = remote;
+    wr.wr.rdma.remote_addr = remote_address;
     wr.wr.rdma.rkey = rkey;
     return wr;
 }
@@ -279,7 +280,8 @@ inline ibv_sge make_sge(const ibv_mr* mr, std::uint64_t address, std::size_t len
 
 // Page-aligned memory with a memory region.
 struct Buffer {
-    explicit Buffer(ibv_pd* pd, std::size_t size_bytes, int access = all_access_atomic) : size_bytes(size_bytes) {
+    explicit Buffer(ibv_pd* pd, std::size_t size_bytes, int access = read_write_atomic_access)
+        : size_bytes(size_bytes) {
         bytes = static_cast<std::uint8_t*>(std::aligned_alloc(4096, (size_bytes + 4095) / 4096 * 4096));
         std::memset(bytes, 0, size_bytes);
         mr = ibv_reg_mr(pd, bytes, size_bytes, access);

@@ -6,7 +6,7 @@
 // - Kernel: io_uring reads of 4 KiB at depth 64, and pread of 1 MiB, both of a cached file.
 //
 //     ibverbs_throughput [milliseconds of each measurement, 300] [path of libcuda.so.1 of the CUDA twin, or -]
-//                        [a name from the first output column: run only these]
+//                        [a name from the first output column: measure only the rows with this name]
 //
 // GDRKIT_TWINS_LATE_US=0 turns off the random delay of completions, which would limit the rate at a given depth.
 #include <dlfcn.h>
@@ -45,20 +45,20 @@ struct RequestShape {
 constexpr RequestShape small_requests{small_bytes, 64, max_list_length}, large_requests{large_bytes, 4, 2};
 
 double measure_time_ms = 300;
-std::string selected_name; // measure only this row, or all rows if the name is empty
+std::string selected_name; // measure only the rows with this name; empty: all rows
 
 // Call `step` repeatedly for the measuring time. `step` returns the number of its operations. Return the operations per
 // second.
 double measure_operations_per_second(const std::function<unsigned()>& step) {
     step();
-    std::uint64_t operations_count = 0;
+    std::uint64_t operation_count = 0;
     const auto begin = Clock::now();
     double elapsed_s = 0;
     do {
-        operations_count += step();
+        operation_count += step();
         elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
     } while (elapsed_s * 1000 < measure_time_ms);
-    return static_cast<double>(operations_count) / elapsed_s;
+    return static_cast<double>(operation_count) / elapsed_s;
 }
 
 // ---- the target's memory
@@ -69,7 +69,7 @@ struct RemoteBuffer {
 };
 
 struct Target {
-    Address address;
+    QueuePairAddress address;
     RemoteBuffer buffers[3];
 };
 enum : unsigned { host, dmabuf, device, memory_type_count };
@@ -82,7 +82,7 @@ void* find_symbol(void* library, const char* name) {
 }
 
 // The target's memory regions: host memory and, with the CUDA twin, device memory. Device memory is registered twice,
-// by a dma-buf and by its address.
+// by a dma-buf (device_mrs[0]) and by its address (device_mrs[1]).
 struct Regions {
     Buffer memory;
     ibv_mr* device_mrs[2] = {nullptr, nullptr};
@@ -106,10 +106,10 @@ struct Regions {
         CHECK(reinterpret_cast<int (*)(Handle)>(find_symbol(library, "cuCtxSetCurrent"))(context) == 0);
         CHECK(reinterpret_cast<int (*)(std::uint64_t*, std::size_t)>(find_symbol(library, "cuMemAlloc_v2"))(
                   &address, memory_bytes) == 0);
-        CHECK(reinterpret_cast<int (*)(void*, std::uint64_t, std::size_t, int, std::uint64_t)>(
-                  find_symbol(library, "cuMemGetHandleForAddressRange"))(&fd, address, memory_bytes, 1, 0) == 0);
-        device_mrs[0] = ibv_reg_dmabuf_mr(endpoint->pd, 0, memory_bytes, address, fd, all_access);
-        device_mrs[1] = ibv_reg_mr(endpoint->pd, reinterpret_cast<void*>(address), memory_bytes, all_access);
+        CHECK(reinterpret_cast<int (*)(void*, std::uint64_t, std::size_t, int, std::uint64_t)>(find_symbol(
+                  library, "cuMemGetHandleForAddressRange"))(&fd, address, memory_bytes, 1, 0) == 0); // 1: a dma-buf
+        device_mrs[0] = ibv_reg_dmabuf_mr(endpoint->pd, 0, memory_bytes, address, fd, read_write_access);
+        device_mrs[1] = ibv_reg_mr(endpoint->pd, reinterpret_cast<void*>(address), memory_bytes, read_write_access);
         close(fd);
         for (const unsigned memory_type : {dmabuf, device}) {
             CHECK(device_mrs[memory_type - 1] != nullptr);
@@ -123,9 +123,9 @@ struct Regions {
     }
 };
 
-Settings benchmark_settings() {
-    Settings settings;
-    settings.send_wr = 128;
+EndpointSettings make_benchmark_settings() {
+    EndpointSettings settings;
+    settings.max_send_wr = 128;
     settings.cq_entries = 256;
     settings.has_channel = true;
     return settings;
@@ -142,7 +142,7 @@ public:
 
     double measure_rate(ibv_wr_opcode opcode, unsigned memory_type, const RequestShape& shape) {
         offset_ = 0;
-        const double result = measure_operations_per_second([&] {
+        const double operations_per_s = measure_operations_per_second([&] {
             while (in_flight_ + shape.list_length <= shape.depth) {
                 post(opcode, target_.buffers[memory_type], shape);
             }
@@ -155,7 +155,7 @@ public:
         while (in_flight_ > 0) {
             poll_completions();
         }
-        return result;
+        return operations_per_s;
     }
 
 private:
@@ -299,13 +299,13 @@ private:
         sq_tail_->store(tail + 1, std::memory_order_release);
     }
     unsigned poll_completions() {
-        unsigned completions_count = 0;
+        unsigned completion_count = 0;
         unsigned head = cq_head_->load(std::memory_order_relaxed);
-        for (; head != cq_tail_->load(std::memory_order_acquire); ++head, ++completions_count, --in_flight_) {
+        for (; head != cq_tail_->load(std::memory_order_acquire); ++head, ++completion_count, --in_flight_) {
             CHECK(cqes_[head & cq_mask_].res == static_cast<int>(small_bytes));
         }
         cq_head_->store(head, std::memory_order_release);
-        return completions_count;
+        return completion_count;
     }
 
     const unsigned depth_;
@@ -353,9 +353,9 @@ void measure(const char* prefix, Endpoint* endpoint, const Target& target, const
 }
 
 int run_target(int socket, const char* cuda_path) {
-    Endpoint endpoint(1, benchmark_settings());
+    Endpoint endpoint(1, make_benchmark_settings());
     Regions regions(&endpoint, cuda_path);
-    Address peer{};
+    QueuePairAddress peer{};
     CHECK(send_all(socket, &regions.target, sizeof regions.target) && recv_all(socket, &peer, sizeof peer));
     endpoint.connect(peer);
     // The initiator waits for this token before it measures, and sends the token back when it has ended.
@@ -378,9 +378,9 @@ void measure_two_processes(const char* cuda_path, const KernelRates& kernel_rate
     CHECK(posix_spawn(&pid, "/proc/self/exe", nullptr, nullptr, arguments, environ) == 0);
     child_socket.reset();
     {
-        Endpoint endpoint(0, benchmark_settings());
+        Endpoint endpoint(0, make_benchmark_settings());
         Target target{};
-        const Address address = endpoint.address();
+        const QueuePairAddress address = endpoint.address();
         char token = 0;
         CHECK(recv_all(parent_socket.get(), &target, sizeof target) &&
               send_all(parent_socket.get(), &address, sizeof address) && recv_all(parent_socket.get(), &token, 1));
@@ -393,7 +393,7 @@ void measure_two_processes(const char* cuda_path, const KernelRates& kernel_rate
 }
 
 void measure_one_process(const char* cuda_path, const KernelRates& kernel_rates) {
-    Endpoint endpoint(0, benchmark_settings()), target_endpoint(1, benchmark_settings());
+    Endpoint endpoint(0, make_benchmark_settings()), target_endpoint(1, make_benchmark_settings());
     Regions regions(&target_endpoint, cuda_path);
     connect(&endpoint, &target_endpoint);
     measure("loopback", &endpoint, regions.target, kernel_rates);
@@ -401,14 +401,14 @@ void measure_one_process(const char* cuda_path, const KernelRates& kernel_rates)
 
 } // namespace
 
-int main(int count, char** arguments) {
+int main(int argument_count, char** arguments) {
     isolate_from_other_processes();
-    if (count > 2 && std::strcmp(arguments[1], "target") == 0) {
-        return run_target(std::atoi(arguments[2]), count > 3 ? arguments[3] : nullptr);
+    if (argument_count > 2 && std::strcmp(arguments[1], "target") == 0) {
+        return run_target(std::atoi(arguments[2]), argument_count > 3 ? arguments[3] : nullptr);
     }
-    measure_time_ms = count > 1 ? std::atof(arguments[1]) : measure_time_ms;
-    const char* const cuda_path = count > 2 && std::strcmp(arguments[2], "-") != 0 ? arguments[2] : nullptr;
-    selected_name = count > 3 ? arguments[3] : "";
+    measure_time_ms = argument_count > 1 ? std::atof(arguments[1]) : measure_time_ms;
+    const char* const cuda_path = argument_count > 2 && std::strcmp(arguments[2], "-") != 0 ? arguments[2] : nullptr;
+    selected_name = argument_count > 3 ? arguments[3] : "";
     const CachedFile file;
     Ring ring(small_requests.depth);
     const KernelRates kernel_rates{ring ? ring.measure_rate(file) : 0, measure_pread(file)};

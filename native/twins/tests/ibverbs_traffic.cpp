@@ -17,14 +17,14 @@ void test_written_data_is_read_back() {
     Endpoint requester(0), responder(1);
     connect(&requester, &responder);
     for (const std::size_t size_bytes : {1UL, 4095UL, 65536UL, (1UL << 20) + 3, 3UL << 20}) {
-        Buffer from(requester.pd, size_bytes + 7), to(responder.pd, size_bytes + 13),
+        Buffer source(requester.pd, size_bytes + 7), target(responder.pd, size_bytes + 13),
             readback(requester.pd, size_bytes + 5);
-        fill_pattern(from.bytes + 7, size_bytes, size_bytes);
-        CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(13), to.mr->rkey),
-                             {from.sge(7, size_bytes)}) == 0);
+        fill_pattern(source.bytes + 7, size_bytes, size_bytes);
+        CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(13), target.mr->rkey),
+                             {source.sge(7, size_bytes)}) == 0);
         CHECK(requester.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_RDMA_WRITE);
-        CHECK(has_pattern(to.bytes + 13, size_bytes, size_bytes) && to.bytes[12] == 0);
-        CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, to.address_at(13), to.mr->rkey),
+        CHECK(has_pattern(target.bytes + 13, size_bytes, size_bytes) && target.bytes[12] == 0);
+        CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, target.address_at(13), target.mr->rkey),
                              {readback.sge(5, size_bytes)}) == 0);
         const ibv_wc wc = requester.expect_completion(2, IBV_WC_SUCCESS);
         CHECK(wc.opcode == IBV_WC_RDMA_READ && wc.byte_len == size_bytes);
@@ -35,81 +35,83 @@ void test_written_data_is_read_back() {
 void test_sent_data_is_received() {
     Endpoint requester(0), responder(0);
     connect(&requester, &responder);
-    Buffer from(requester.pd, 700000), to(responder.pd, 700000);
-    fill_pattern(from.bytes, from.size_bytes);
-    CHECK(responder.post_receive(10, {to.sge(0, 100), to.sge(100, 0), to.sge(100, 599900)}) == 0);
-    CHECK(requester.post(make_request(11, IBV_WR_SEND), {from.sge(0, 300000), from.sge(300000, 250001)}) == 0);
-    const ibv_wc received = responder.expect_completion(10, IBV_WC_SUCCESS);
-    CHECK(received.opcode == IBV_WC_RECV && received.byte_len == 550001 && received.src_qp == requester.qp->qp_num);
-    CHECK((received.wc_flags & IBV_WC_WITH_IMM) == 0);
+    Buffer source(requester.pd, 700000), target(responder.pd, 700000);
+    fill_pattern(source.bytes, source.size_bytes);
+    CHECK(responder.post_receive(10, {target.sge(0, 100), target.sge(100, 0), target.sge(100, 599900)}) == 0);
+    CHECK(requester.post(make_request(11, IBV_WR_SEND), {source.sge(0, 300000), source.sge(300000, 250001)}) == 0);
+    const ibv_wc receive_wc = responder.expect_completion(10, IBV_WC_SUCCESS);
+    CHECK(receive_wc.opcode == IBV_WC_RECV && receive_wc.byte_len == 550001 &&
+          receive_wc.src_qp == requester.qp->qp_num);
+    CHECK((receive_wc.wc_flags & IBV_WC_WITH_IMM) == 0);
     CHECK(requester.expect_completion(11, IBV_WC_SUCCESS).opcode == IBV_WC_SEND);
-    CHECK(has_pattern(to.bytes, 550001) && to.bytes[550001] == 0);
+    CHECK(has_pattern(target.bytes, 550001) && target.bytes[550001] == 0);
 
     // The responder receives immediate data with an empty message, and with a write.
     CHECK(responder.post_receive(12, {}) == 0 && responder.post_receive(13, {}) == 0);
     ibv_send_wr wr = make_request(14, IBV_WR_SEND_WITH_IMM);
     wr.imm_data = htobe32(0xdecade);
     CHECK(requester.post(wr, {}) == 0);
-    const ibv_wc immediate = responder.expect_completion(12, IBV_WC_SUCCESS);
-    CHECK((immediate.wc_flags & IBV_WC_WITH_IMM) != 0 && immediate.imm_data == htobe32(0xdecade));
-    CHECK(immediate.byte_len == 0);
+    const ibv_wc immediate_wc = responder.expect_completion(12, IBV_WC_SUCCESS);
+    CHECK((immediate_wc.wc_flags & IBV_WC_WITH_IMM) != 0 && immediate_wc.imm_data == htobe32(0xdecade));
+    CHECK(immediate_wc.byte_len == 0);
     requester.expect_completion(14, IBV_WC_SUCCESS);
-    wr = make_request(15, IBV_WR_RDMA_WRITE_WITH_IMM, to.address_at(600000), to.mr->rkey);
+    wr = make_request(15, IBV_WR_RDMA_WRITE_WITH_IMM, target.address_at(600000), target.mr->rkey);
     wr.imm_data = htobe32(7);
-    CHECK(requester.post(wr, {from.sge(0, 1000)}) == 0);
-    const ibv_wc written = responder.expect_completion(13, IBV_WC_SUCCESS);
-    CHECK(written.opcode == IBV_WC_RECV_RDMA_WITH_IMM && written.byte_len == 1000 && written.imm_data == htobe32(7));
-    CHECK(has_pattern(to.bytes + 600000, 1000));
+    CHECK(requester.post(wr, {source.sge(0, 1000)}) == 0);
+    const ibv_wc written_wc = responder.expect_completion(13, IBV_WC_SUCCESS);
+    CHECK(written_wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM && written_wc.byte_len == 1000 &&
+          written_wc.imm_data == htobe32(7));
+    CHECK(has_pattern(target.bytes + 600000, 1000));
     requester.expect_completion(15, IBV_WC_SUCCESS);
 }
 
 void test_inline_data_is_copied_when_posted() {
     Endpoint requester, responder;
     connect(&requester, &responder);
-    Buffer to(responder.pd, 64);
+    Buffer target(responder.pd, 64);
     char text[] = "taken at once";
     // An inline request needs no lkey, because the twin copies its payload when it is posted.
-    const ibv_sge unregistered{address_of(text), sizeof text, 0};
-    CHECK(requester.post(
-              make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey, IBV_SEND_INLINE | IBV_SEND_SIGNALED),
-              {unregistered}) == 0);
+    const ibv_sge unregistered_sge{address_of(text), sizeof text, 0};
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey,
+                                      IBV_SEND_INLINE | IBV_SEND_SIGNALED),
+                         {unregistered_sge}) == 0);
     std::memset(text, 'x', sizeof text);
     requester.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(std::strcmp(reinterpret_cast<char*>(to.bytes), "taken at once") == 0);
+    CHECK(std::strcmp(reinterpret_cast<char*>(target.bytes), "taken at once") == 0);
 }
 
 void test_atomics_return_old_value() {
     Endpoint requester, responder;
     connect(&requester, &responder);
-    Buffer from(requester.pd, 8), to(responder.pd, 16);
+    Buffer source(requester.pd, 8), target(responder.pd, 16);
     std::uint64_t value = 40;
-    std::memcpy(to.bytes + 8, &value, 8);
+    std::memcpy(target.bytes + 8, &value, 8);
     ibv_send_wr wr = make_request(1, IBV_WR_ATOMIC_FETCH_AND_ADD);
-    wr.wr.atomic = {to.address_at(8), 2, 0, to.mr->rkey};
-    CHECK(requester.post(wr, {from.sge(0, 8)}) == 0);
+    wr.wr.atomic = {target.address_at(8), 2, 0, target.mr->rkey};
+    CHECK(requester.post(wr, {source.sge(0, 8)}) == 0);
     CHECK(requester.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_FETCH_ADD);
-    std::memcpy(&value, from.bytes, 8);
+    std::memcpy(&value, source.bytes, 8);
     CHECK(value == 40);
     wr = make_request(2, IBV_WR_ATOMIC_CMP_AND_SWP);
-    wr.wr.atomic = {to.address_at(8), 42, 1000, to.mr->rkey};
-    CHECK(requester.post(wr, {from.sge(0, 8)}) == 0);
+    wr.wr.atomic = {target.address_at(8), 42, 1000, target.mr->rkey};
+    CHECK(requester.post(wr, {source.sge(0, 8)}) == 0);
     CHECK(requester.expect_completion(2, IBV_WC_SUCCESS).opcode == IBV_WC_COMP_SWAP);
-    std::memcpy(&value, from.bytes, 8);
+    std::memcpy(&value, source.bytes, 8);
     CHECK(value == 42);
-    std::memcpy(&value, to.bytes + 8, 8);
+    std::memcpy(&value, target.bytes + 8, 8);
     CHECK(value == 1000);
 }
 
 // Send queue slots become free when the completion that covers them is polled.
 void test_queue_slots_are_freed_by_completions() {
-    Settings settings;
-    settings.send_wr = 3;
+    EndpointSettings settings;
+    settings.max_send_wr = 3;
     Endpoint requester(0, settings), responder;
     connect(&requester, &responder);
-    Buffer from(requester.pd, 16), to(responder.pd, 16);
+    Buffer source(requester.pd, 16), target(responder.pd, 16);
     const auto write = [&](std::uint64_t id, unsigned flags) {
-        return requester.post(make_request(id, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey, flags),
-                              {from.sge(0, 16)});
+        return requester.post(make_request(id, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey, flags),
+                              {source.sge(0, 16)});
     };
     CHECK(write(1, 0) == 0 && write(2, 0) == 0 && write(3, IBV_SEND_SIGNALED) == 0);
     CHECK(write(4, 0) == ENOMEM);
@@ -119,12 +121,13 @@ void test_queue_slots_are_freed_by_completions() {
 }
 
 void test_sq_sig_all_signals_every_request() {
-    Settings settings;
+    EndpointSettings settings;
     settings.sq_sig_all = 1;
     Endpoint requester(0, settings), responder;
     connect(&requester, &responder);
-    Buffer from(requester.pd, 16), to(responder.pd, 16);
-    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey, 0), {from.sge(0, 16)}) == 0);
+    Buffer source(requester.pd, 16), target(responder.pd, 16);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey, 0),
+                         {source.sge(0, 16)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
 }
 
@@ -132,12 +135,12 @@ void test_sq_sig_all_signals_every_request() {
 void test_iova_is_remote_address() {
     Endpoint requester, responder;
     connect(&requester, &responder);
-    Buffer from(requester.pd, 100);
-    fill_pattern(from.bytes, 100);
+    Buffer source(requester.pd, 100);
+    fill_pattern(source.bytes, 100);
     alignas(4096) static std::uint8_t memory[8192];
-    ibv_mr* const mr = ibv_reg_mr_iova(responder.pd, memory + 16, 100, 0x70000010, all_access);
+    ibv_mr* const mr = ibv_reg_mr_iova(responder.pd, memory + 16, 100, 0x70000010, read_write_access);
     CHECK(mr != nullptr);
-    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 0x70000010, mr->rkey), {from.sge(0, 100)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 0x70000010, mr->rkey), {source.sge(0, 100)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(memory + 16, 100));
     CHECK(ibv_dereg_mr(mr) == 0);
@@ -145,19 +148,20 @@ void test_iova_is_remote_address() {
 
 // Posting never blocks. Requests are queued while the peer is not ready, and executed when it is ready.
 void test_requests_wait_for_peer() {
-    Settings settings;
+    EndpointSettings settings;
     settings.timeout = 0;
     Endpoint requester(0, settings), responder;
-    Buffer from(requester.pd, 16), to(responder.pd, 16);
-    fill_pattern(from.bytes, 16);
+    Buffer source(requester.pd, 16), target(responder.pd, 16);
+    fill_pattern(source.bytes, 16);
     requester.connect(responder.address());
-    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, to.address_at(), to.mr->rkey), {from.sge(0, 16)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey),
+                         {source.sge(0, 16)}) == 0);
     ibv_wc wc{};
     usleep(20000);
     CHECK(ibv_poll_cq(requester.cq, 1, &wc) == 0);
     responder.connect(requester.address());
     requester.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(has_pattern(to.bytes, 16));
+    CHECK(has_pattern(target.bytes, 16));
 }
 
 // The thread that posts a small request also sends it. If this thread does not poll, another thread must handle the

@@ -17,7 +17,7 @@ constexpr char target_is_ready = 'r', check_data = 'c', data_is_correct = 'k', t
 
 // The connection data of the target process.
 struct Target {
-    Address address;
+    QueuePairAddress address;
     std::uint64_t remote_address;
     std::uint32_t rkey;
     std::uint32_t dmabuf_rkey;
@@ -31,10 +31,10 @@ int run_target(int socket) {
     const Fd device(make_device_memory(target_bytes));
     const Extent extent{device.get(), 0, target_bytes};
     const Fd dmabuf(export_dmabuf({&extent, 1}));
-    ibv_mr* const mr = ibv_reg_dmabuf_mr(endpoint.pd, 0, target_bytes, 0, dmabuf.get(), all_access);
-    CHECK(mr != nullptr);
-    send_value(socket, Target{endpoint.address(), host.address_at(), host.mr->rkey, mr->rkey});
-    endpoint.connect(receive_value<Address>(socket));
+    ibv_mr* const dmabuf_mr = ibv_reg_dmabuf_mr(endpoint.pd, 0, target_bytes, 0, dmabuf.get(), read_write_access);
+    CHECK(dmabuf_mr != nullptr);
+    send_value(socket, Target{endpoint.address(), host.address_at(), host.mr->rkey, dmabuf_mr->rkey});
+    endpoint.connect(receive_value<QueuePairAddress>(socket));
     CHECK(endpoint.post_receive(1, {host.sge(0, 4096)}) == 0);
     send_value(socket, target_is_ready);
     CHECK(receive_value<char>(socket) == check_data);
@@ -47,18 +47,18 @@ int run_target(int socket) {
     CHECK(has_pattern(device_content.data() + 3, target_bytes - 3));
     send_value(socket, data_is_correct);
     receive_value<char>(socket);
-    CHECK(ibv_dereg_mr(mr) == 0);
+    CHECK(ibv_dereg_mr(dmabuf_mr) == 0);
     return 0;
 }
 
 void transfer_and_check(Endpoint* endpoint, const Target& target) {
-    Buffer from(endpoint->pd, target_bytes), readback(endpoint->pd, target_bytes);
-    fill_pattern(from.bytes, from.size_bytes);
-    CHECK(endpoint->post(make_request(1, IBV_WR_SEND), {from.sge(0, 1000)}) == 0);
+    Buffer source(endpoint->pd, target_bytes), readback(endpoint->pd, target_bytes);
+    fill_pattern(source.bytes, source.size_bytes);
+    CHECK(endpoint->post(make_request(1, IBV_WR_SEND), {source.sge(0, 1000)}) == 0);
     CHECK(endpoint->post(make_request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8191, target.rkey),
-                         {from.sge(0, target_bytes - 8191)}) == 0);
-    CHECK(endpoint->post(make_request(3, IBV_WR_RDMA_WRITE, 3, target.dmabuf_rkey), {from.sge(0, target_bytes - 3)}) ==
-          0);
+                         {source.sge(0, target_bytes - 8191)}) == 0);
+    CHECK(endpoint->post(make_request(3, IBV_WR_RDMA_WRITE, 3, target.dmabuf_rkey),
+                         {source.sge(0, target_bytes - 3)}) == 0);
     CHECK(endpoint->post(make_request(4, IBV_WR_RDMA_READ, 3, target.dmabuf_rkey),
                          {readback.sge(0, target_bytes - 3)}) == 0);
     for (std::uint64_t id = 1; id <= 4; ++id) {
@@ -88,13 +88,13 @@ void test_killed_target_exceeds_retries() {
     send_value(peer.socket.get(), endpoint.address());
     endpoint.connect(target.address);
     CHECK(receive_value<char>(peer.socket.get()) == target_is_ready);
-    Buffer from(endpoint.pd, 64);
-    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) ==
+    Buffer source(endpoint.pd, 64);
+    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {source.sge(0, 64)}) ==
           0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(kill(peer.pid, SIGKILL) == 0);
     CHECK(WIFSIGNALED(peer.wait()));
-    CHECK(endpoint.post(make_request(2, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) ==
+    CHECK(endpoint.post(make_request(2, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {source.sge(0, 64)}) ==
           0);
     CHECK(endpoint.post(make_request(3, IBV_WR_SEND, 0, 0, 0), {}) == 0);
     endpoint.expect_completion(2, IBV_WC_RETRY_EXC_ERR);
@@ -111,9 +111,11 @@ void test_invalid_handshakes_affect_no_other_peer() {
         std::snprintf(digits, sizeof digits, "%02x", byte);
         name += digits;
     }
-    std::snprintf(digits, sizeof digits, ".%06x", endpoint.qp->qp_num);
+    char qp_num_text[8];
+    std::snprintf(qp_num_text, sizeof qp_num_text, ".%06x", endpoint.qp->qp_num);
+    name += qp_num_text;
     for (int count = 0; count < 40; ++count) {
-        const Fd untrusted_peer(connect_to(name + digits));
+        const Fd untrusted_peer(connect_to(name));
         CHECK(untrusted_peer);
         const std::vector<char> noise(64, static_cast<char>(count));
         char reply_byte = 0;
@@ -123,7 +125,7 @@ void test_invalid_handshakes_affect_no_other_peer() {
     // Many silent peers do not prevent the connection of the legitimate peer.
     std::vector<Fd> silent_peers;
     for (int count = 0; count < 40; ++count) {
-        silent_peers.emplace_back(connect_to(name + digits));
+        silent_peers.emplace_back(connect_to(name));
         CHECK(silent_peers.back());
     }
     CHECK(endpoint.post_receive(1, {}) == 0);
@@ -133,9 +135,9 @@ void test_invalid_handshakes_affect_no_other_peer() {
 
 } // namespace
 
-int main(int count, char** arguments) {
+int main(int argument_count, char** arguments) {
     isolate_from_other_processes();
-    if (count > 1) {
+    if (argument_count > 1) {
         return run_target(std::atoi(arguments[1]));
     }
     test_data_arrives_in_other_process();

@@ -10,8 +10,8 @@ namespace {
 
 constexpr std::size_t large_bytes = (1U << 20) + 77;
 
-Settings make_unreliable_settings() {
-    Settings settings;
+EndpointSettings make_unreliable_settings() {
+    EndpointSettings settings;
     settings.type = IBV_QPT_UC;
     return settings;
 }
@@ -21,7 +21,7 @@ struct UnreliableEndpoint : Endpoint {
     explicit UnreliableEndpoint(int device = 0) : Endpoint(device, make_unreliable_settings()) {}
     static constexpr int rtr_mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
 
-    void connect(const Address& peer) {
+    void connect(const QueuePairAddress& peer) {
         CHECK(modify_to_init() == 0);
         ibv_qp_attr attr = make_rtr_attr(peer);
         CHECK(ibv_modify_qp(qp, &attr, rtr_mask) == 0);
@@ -54,20 +54,20 @@ void test_transitions_refuse_reliable_attributes() {
 void test_messages_arrive() {
     UnreliableEndpoint sender(1), receiver;
     connect_pair(&sender, &receiver);
-    Buffer from(sender.pd, large_bytes), into(receiver.pd, large_bytes), target(receiver.pd, large_bytes);
-    fill_pattern(from.bytes, large_bytes);
-    CHECK(receiver.post_receive(1, {into.sge(0, large_bytes)}) == 0 && receiver.post_receive(2, {}) == 0);
+    Buffer source(sender.pd, large_bytes), receive_buffer(receiver.pd, large_bytes), target(receiver.pd, large_bytes);
+    fill_pattern(source.bytes, large_bytes);
+    CHECK(receiver.post_receive(1, {receive_buffer.sge(0, large_bytes)}) == 0 && receiver.post_receive(2, {}) == 0);
     ibv_send_wr wr = make_request(1, IBV_WR_SEND_WITH_IMM);
     wr.imm_data = 0x1234;
-    CHECK(sender.post(wr, {from.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(wr, {source.sge(0, large_bytes)}) == 0);
     wr = make_request(2, IBV_WR_RDMA_WRITE_WITH_IMM, target.address_at(), target.mr->rkey);
-    CHECK(sender.post(wr, {from.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(wr, {source.sge(0, large_bytes)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     sender.expect_completion(2, IBV_WC_SUCCESS);
     const ibv_wc wc = receiver.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(wc.opcode == IBV_WC_RECV && wc.imm_data == 0x1234 && wc.byte_len == large_bytes);
     CHECK(receiver.expect_completion(2, IBV_WC_SUCCESS).opcode == IBV_WC_RECV_RDMA_WITH_IMM);
-    CHECK(has_pattern(into.bytes, large_bytes) && has_pattern(target.bytes, large_bytes));
+    CHECK(has_pattern(receive_buffer.bytes, large_bytes) && has_pattern(target.bytes, large_bytes));
 }
 
 void test_reads_and_atomics_are_refused() {
@@ -84,39 +84,39 @@ void test_reads_and_atomics_are_refused() {
 void test_dropped_messages_are_not_noticed() {
     UnreliableEndpoint sender(1), receiver;
     connect_pair(&sender, &receiver);
-    Buffer from(sender.pd, large_bytes), into(receiver.pd, large_bytes);
-    fill_pattern(from.bytes, large_bytes);
-    CHECK(sender.post(make_request(1, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    Buffer source(sender.pd, large_bytes), receive_buffer(receiver.pd, large_bytes);
+    fill_pattern(source.bytes, large_bytes);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {source.sge(0, large_bytes)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(receiver.post_receive(10, {into.sge(0, 100)}) == 0);
-    CHECK(sender.post(make_request(2, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
-    CHECK(sender.post(make_request(3, IBV_WR_RDMA_WRITE, into.address_at(), into.mr->rkey ^ 1),
-                      {from.sge(0, large_bytes)}) == 0);
-    CHECK(sender.post(make_request(4, IBV_WR_SEND), {from.sge(0, 100)}) == 0);
+    CHECK(receiver.post_receive(10, {receive_buffer.sge(0, 100)}) == 0);
+    CHECK(sender.post(make_request(2, IBV_WR_SEND), {source.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(make_request(3, IBV_WR_RDMA_WRITE, receive_buffer.address_at(), receive_buffer.mr->rkey ^ 1),
+                      {source.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(make_request(4, IBV_WR_SEND), {source.sge(0, 100)}) == 0);
     for (std::uint64_t wr_id = 2; wr_id <= 4; ++wr_id) {
         sender.expect_completion(wr_id, IBV_WC_SUCCESS);
     }
     CHECK(receiver.expect_completion(10, IBV_WC_SUCCESS).byte_len == 100);
-    CHECK(has_pattern(into.bytes, 100) && into.bytes[100] == 0);
+    CHECK(has_pattern(receive_buffer.bytes, 100) && receive_buffer.bytes[100] == 0);
     CHECK(receiver.query_state() == IBV_QPS_RTS && sender.query_state() == IBV_QPS_RTS);
     CHECK(!is_readable(receiver.context->async_fd, 0));
 }
 
 void test_absent_peer_is_not_noticed() {
     UnreliableEndpoint sender(1), receiver;
-    Buffer from(sender.pd, 64), into(receiver.pd, 64);
+    Buffer source(sender.pd, 64), receive_buffer(receiver.pd, 64);
     sender.connect(receiver.address());
-    CHECK(sender.post(make_request(1, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {source.sge(0, 64)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     // The peer becomes ready, and goes away again.
     receiver.connect(sender.address());
-    CHECK(receiver.post_receive(10, {into.sge(0, 64)}) == 0);
-    CHECK(sender.post(make_request(2, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+    CHECK(receiver.post_receive(10, {receive_buffer.sge(0, 64)}) == 0);
+    CHECK(sender.post(make_request(2, IBV_WR_SEND), {source.sge(0, 64)}) == 0);
     sender.expect_completion(2, IBV_WC_SUCCESS);
     receiver.expect_completion(10, IBV_WC_SUCCESS);
     CHECK(receiver.modify_to(IBV_QPS_RESET) == 0);
     for (std::uint64_t wr_id = 3; wr_id < 10; ++wr_id) {
-        CHECK(sender.post(make_request(wr_id, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+        CHECK(sender.post(make_request(wr_id, IBV_WR_SEND), {source.sge(0, 64)}) == 0);
         sender.expect_completion(wr_id, IBV_WC_SUCCESS);
     }
     receiver.expect_no_completion();
@@ -136,41 +136,42 @@ void test_other_transport_gets_nothing() {
     CHECK(ibv_poll_cq(receiver.cq, 1, &wc) == 0);
 }
 
+// The second process runs this function. It sends r (ready), and then k if the message has the pattern, else x.
 int run_receiver(int socket) {
     UnreliableEndpoint receiver;
     send_value(socket, receiver.address());
-    receiver.connect(receive_value<Address>(socket));
-    Buffer into(receiver.pd, large_bytes);
-    CHECK(receiver.post_receive(1, {into.sge(0, large_bytes)}) == 0);
+    receiver.connect(receive_value<QueuePairAddress>(socket));
+    Buffer receive_buffer(receiver.pd, large_bytes);
+    CHECK(receiver.post_receive(1, {receive_buffer.sge(0, large_bytes)}) == 0);
     send_value(socket, 'r');
     CHECK(receiver.expect_completion(1, IBV_WC_SUCCESS).byte_len == large_bytes);
-    send_value(socket, has_pattern(into.bytes, large_bytes) ? 'k' : 'x');
+    send_value(socket, has_pattern(receive_buffer.bytes, large_bytes) ? 'k' : 'x');
     return 0;
 }
 
 void test_other_process_receives() {
     const PeerProcess peer;
     UnreliableEndpoint sender(1);
-    const auto address = receive_value<Address>(peer.socket.get());
+    const auto address = receive_value<QueuePairAddress>(peer.socket.get());
     send_value(peer.socket.get(), sender.address());
     sender.connect(address);
     CHECK(receive_value<char>(peer.socket.get()) == 'r');
-    Buffer from(sender.pd, large_bytes);
-    fill_pattern(from.bytes, large_bytes);
-    CHECK(sender.post(make_request(1, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    Buffer source(sender.pd, large_bytes);
+    fill_pattern(source.bytes, large_bytes);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {source.sge(0, large_bytes)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(receive_value<char>(peer.socket.get()) == 'k');
     CHECK(peer.wait() == 0);
     // The process has ended.
-    CHECK(sender.post(make_request(2, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(make_request(2, IBV_WR_SEND), {source.sge(0, large_bytes)}) == 0);
     sender.expect_completion(2, IBV_WC_SUCCESS);
 }
 
 } // namespace
 
-int main(int count, char** arguments) {
+int main(int argument_count, char** arguments) {
     isolate_from_other_processes();
-    if (count > 1) {
+    if (argument_count > 1) {
         return run_receiver(std::atoi(arguments[1]));
     }
     test_transitions_refuse_reliable_attributes();

@@ -1,4 +1,6 @@
 // Tests of the software twin of libibverbs: memory windows, and ibv_rereg_mr.
+#include <memory>
+
 #include "tests/ibverbs_support.hpp"
 
 using namespace gdrkit::twin::tests;
@@ -42,8 +44,8 @@ struct WindowTest {
         mw->rkey = rkey;
         return rkey;
     }
-    ibv_wc_status write(std::uint64_t remote, std::uint32_t rkey, std::size_t length) {
-        CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, remote, rkey), {source.sge(0, length)}) == 0);
+    ibv_wc_status write(std::uint64_t remote_address, std::uint32_t rkey, std::size_t length) {
+        CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, remote_address, rkey), {source.sge(0, length)}) == 0);
         return requester.poll_completion().status;
     }
     void expect_bind_error(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info) {
@@ -201,7 +203,8 @@ void test_rereg_changes_access_and_domain() {
     Buffer memory(pair.responder.pd, 4096, IBV_ACCESS_LOCAL_WRITE);
     ibv_mr* const mr = memory.mr;
     const std::uint32_t rkey = mr->rkey;
-    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, all_access) == 0 && mr->rkey == rkey);
+    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, read_write_access) == 0 &&
+          mr->rkey == rkey);
     CHECK(pair.write(memory.address_at(), rkey, 4096) == IBV_WC_SUCCESS && has_pattern(memory.bytes, 4096));
     ibv_pd* const other_pd = ibv_alloc_pd(pair.responder.context);
     CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_PD, other_pd, nullptr, 0, 0) == 0 && mr->pd == other_pd);
@@ -234,7 +237,7 @@ void test_invalid_reregistrations_fail() {
     check_fails(1 << 3, nullptr, 0, 0, IBV_REREG_MR_ERR_INPUT);
     check_fails(IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, 4096, 0, IBV_REREG_MR_ERR_INPUT);
     check_fails(IBV_REREG_MR_CHANGE_TRANSLATION, pair.target.bytes, 0, 0, IBV_REREG_MR_ERR_INPUT);
-    check_fails(IBV_REREG_MR_CHANGE_PD, nullptr, 0, all_access, IBV_REREG_MR_ERR_INPUT);
+    check_fails(IBV_REREG_MR_CHANGE_PD, nullptr, 0, read_write_access, IBV_REREG_MR_ERR_INPUT);
     check_fails(0, nullptr, 0, 0, IBV_REREG_MR_ERR_CMD);
     check_fails(IBV_REREG_MR_CHANGE_ACCESS, nullptr, 0, IBV_ACCESS_REMOTE_WRITE, IBV_REREG_MR_ERR_CMD);
     ibv_mw* const mw = pair.allocate_window(IBV_MW_TYPE_2);
@@ -246,6 +249,32 @@ void test_invalid_reregistrations_fail() {
     CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, reinterpret_cast<void*>(4096), 4096, 0) ==
               IBV_REREG_MR_ERR_CMD &&
           errno == EFAULT);
+}
+
+// A bind request that was posted before ibv_rereg_mr runs at the same time as ibv_rereg_mr. Whichever comes first makes
+// the other one fail, so that no window is bound to memory that its region has left. No page of the new memory was
+// touched before, so the change of the memory takes longer than the start of the request.
+void test_bind_and_rereg_exclude_each_other() {
+    constexpr std::size_t size_bytes = 4 << 20;
+    for (int round = 0; round < 20; ++round) {
+        WindowTest pair;
+        const std::unique_ptr<void, void (*)(void*)> untouched_memory(std::aligned_alloc(4096, size_bytes), std::free);
+        Buffer memory(pair.responder.pd, size_bytes, bindable_access);
+        ibv_mw* const mw = pair.allocate_window(IBV_MW_TYPE_2);
+        const std::uint32_t rkey = ibv_inc_rkey(mw->rkey);
+        const std::uint64_t begin = memory.address_at();
+        const int flags = round % 2 == 0 ? IBV_REREG_MR_CHANGE_TRANSLATION : IBV_REREG_MR_CHANGE_ACCESS;
+        const int access = round % 2 == 0 ? 0 : bindable_access;
+        CHECK(pair.responder.post(WindowTest::make_bind_request(mw, rkey, {memory.mr, begin, 64, window_access}), {}) ==
+              0);
+        errno = 0;
+        const int result = ibv_rereg_mr(memory.mr, flags, nullptr, untouched_memory.get(), size_bytes, access);
+        CHECK(result == 0 || (result == IBV_REREG_MR_ERR_CMD && errno == EINVAL));
+        const ibv_wc_status status = pair.responder.poll_completion().status;
+        CHECK(status == (result == 0 ? IBV_WC_MW_BIND_ERR : IBV_WC_SUCCESS));
+        CHECK(result == 0 || pair.write(begin, rkey, 64) == IBV_WC_SUCCESS);
+        CHECK(ibv_dealloc_mw(mw) == 0);
+    }
 }
 
 } // namespace
@@ -262,5 +291,6 @@ int main() {
     test_rereg_changes_access_and_domain();
     test_rereg_moves_a_region_to_other_memory();
     test_invalid_reregistrations_fail();
+    test_bind_and_rereg_exclude_each_other();
     return 0;
 }

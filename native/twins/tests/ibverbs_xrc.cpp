@@ -47,7 +47,7 @@ ibv_qp* create_send_pair(ibv_pd* pd, ibv_cq* cq) {
     init.pd = pd;
     init.send_cq = cq;
     init.cap = {16, 0, 4, 0, 64};
-    // The function ibv_create_qp handles this mask.
+    // With no other bit in comp_mask, this inline function of verbs.h calls ibv_create_qp.
     return ibv_create_qp_ex(pd->context, &init);
 }
 
@@ -80,7 +80,7 @@ struct XrcPair {
     XrcPair(const XrcPair&) = delete;
     XrcPair& operator=(const XrcPair&) = delete;
 
-    void connect_sender(const Address& peer) {
+    void connect_sender(const QueuePairAddress& peer) {
         CHECK(sender.modify_to_init() == 0);
         ibv_qp_attr attr = sender.make_rtr_attr(peer);
         attr.max_dest_rd_atomic = 255; // the attributes of a responder are ignored
@@ -89,7 +89,7 @@ struct XrcPair {
         ibv_qp_init_attr init{};
         CHECK(ibv_query_qp(sender.qp, &attr, IBV_QP_STATE, &init) == 0 && attr.max_dest_rd_atomic == 0);
     }
-    void connect_receiver(const Address& peer) {
+    void connect_receiver(const QueuePairAddress& peer) {
         CHECK(receiver.modify_to_init() == 0);
         CHECK(receiver.modify_to_rtr(peer) == 0);
         CHECK(receiver.modify_to_rts() == 0); // the attributes of a requester are ignored
@@ -121,29 +121,29 @@ struct XrcPair {
 
 void test_message_goes_to_named_queue() {
     XrcPair pair;
-    Buffer from(pair.sender.pd, 4096), into(pair.receiver.pd, 4096), other_buffer(pair.other_pd, 4096);
-    fill_pattern(from.bytes, 4096);
-    XrcPair::post_receive(pair.first_srq, 10, into.sge(0, 4096));
+    Buffer source(pair.sender.pd, 4096), receive_buffer(pair.receiver.pd, 4096), other_buffer(pair.other_pd, 4096);
+    fill_pattern(source.bytes, 4096);
+    XrcPair::post_receive(pair.first_srq, 10, receive_buffer.sge(0, 4096));
     XrcPair::post_receive(pair.second_srq, 20, other_buffer.sge(0, 4096));
-    CHECK(pair.post(make_request(1, IBV_WR_SEND), get_srq_number(pair.second_srq), {from.sge(0, 4096)}) == 0);
+    CHECK(pair.post(make_request(1, IBV_WR_SEND), get_srq_number(pair.second_srq), {source.sge(0, 4096)}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     ibv_wc wc = pair.poll_queue();
     CHECK(wc.wr_id == 20 && wc.status == IBV_WC_SUCCESS && wc.qp_num == pair.receiver.qp->qp_num);
-    CHECK(has_pattern(other_buffer.bytes, 4096) && into.bytes[0] == 0);
-    CHECK(pair.post(make_request(2, IBV_WR_SEND), get_srq_number(pair.first_srq), {from.sge(0, 4096)}) == 0);
+    CHECK(has_pattern(other_buffer.bytes, 4096) && receive_buffer.bytes[0] == 0);
+    CHECK(pair.post(make_request(2, IBV_WR_SEND), get_srq_number(pair.first_srq), {source.sge(0, 4096)}) == 0);
     pair.sender.expect_completion(2, IBV_WC_SUCCESS);
     wc = pair.poll_queue();
-    CHECK(wc.wr_id == 10 && has_pattern(into.bytes, 4096));
+    CHECK(wc.wr_id == 10 && has_pattern(receive_buffer.bytes, 4096));
 }
 
 // The protection domain of the receive queue decides which keys are valid.
 void test_write_and_read_use_domain_of_queue() {
     XrcPair pair;
-    Buffer from(pair.sender.pd, 64), readback(pair.sender.pd, 64), target(pair.other_pd, 64);
-    fill_pattern(from.bytes, 64);
+    Buffer source(pair.sender.pd, 64), readback(pair.sender.pd, 64), target(pair.other_pd, 64);
+    fill_pattern(source.bytes, 64);
     const std::uint32_t second_srq_number = get_srq_number(pair.second_srq);
     CHECK(pair.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey), second_srq_number,
-                    {from.sge(0, 64)}) == 0);
+                    {source.sge(0, 64)}) == 0);
     CHECK(pair.post(make_request(2, IBV_WR_RDMA_READ, target.address_at(), target.mr->rkey), second_srq_number,
                     {readback.sge(0, 64)}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
@@ -151,13 +151,14 @@ void test_write_and_read_use_domain_of_queue() {
     CHECK(has_pattern(target.bytes, 64) && has_pattern(readback.bytes, 64));
     const std::uint32_t first_srq_number = get_srq_number(pair.first_srq);
     CHECK(pair.post(make_request(3, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey), first_srq_number,
-                    {from.sge(0, 64)}) == 0);
+                    {source.sge(0, 64)}) == 0);
     pair.sender.expect_completion(3, IBV_WC_REM_ACCESS_ERR);
     CHECK(wait_for_event(pair.receiver.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
 }
 
 void test_unknown_queue_is_refused() {
     XrcPair pair;
+    // No queue has this number, because the numbers of new queues follow each other.
     CHECK(pair.post(make_request(1, IBV_WR_SEND), get_srq_number(pair.first_srq) ^ 0x8000, {}) == 0);
     pair.sender.expect_completion(1, IBV_WC_REM_INV_REQ_ERR);
     const ibv_async_event event = wait_for_event(pair.receiver.context);
@@ -208,8 +209,8 @@ void test_one_file_is_one_domain() {
     pair.sender.qp = create_send_pair(pair.sender.pd, pair.sender.cq);
     pair.connect_sender(pair.receiver.address());
     pair.connect_receiver(pair.sender.address());
-    const Buffer into(pair.receiver.pd, 8);
-    XrcPair::post_receive(srq, 5, into.sge(0, 8));
+    const Buffer receive_buffer(pair.receiver.pd, 8);
+    XrcPair::post_receive(srq, 5, receive_buffer.sge(0, 8));
     CHECK(pair.post(make_request(1, IBV_WR_SEND), get_srq_number(srq), {}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(pair.poll_queue().wr_id == 5);
@@ -232,8 +233,8 @@ void test_opened_queue_pair_outlives_first_structure() {
     CHECK(opened_qp != nullptr && opened_qp->qp_num == attr.qp_num && opened_qp->state == IBV_QPS_RTS);
     CHECK(ibv_destroy_qp(pair.receiver.qp) == 0);
     pair.receiver.qp = opened_qp;
-    const Buffer into(pair.receiver.pd, 8);
-    XrcPair::post_receive(pair.first_srq, 5, into.sge(0, 8));
+    const Buffer receive_buffer(pair.receiver.pd, 8);
+    XrcPair::post_receive(pair.first_srq, 5, receive_buffer.sge(0, 8));
     CHECK(pair.post(make_request(1, IBV_WR_SEND), get_srq_number(pair.first_srq), {}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(pair.poll_queue().wr_id == 5);

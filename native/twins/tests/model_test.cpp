@@ -33,28 +33,29 @@ using namespace gdrkit::twin;
 namespace {
 
 constexpr std::uint64_t mib = 1 << 20;
-constexpr std::uint32_t echo_request = 77; // the twins do not use this request type, whose handler returns the request
+// Request type of the control service that the twins do not use. Its handlers in this file reply with the request.
+constexpr std::uint32_t echo_request = 77;
 
 // Run `body` in a child process. Return the wait status of the child, and store its stderr in `stderr_text`.
 int run_in_child(const std::function<void()>& body, std::string* stderr_text) {
-    int ends[2];
-    CHECK(pipe(ends) == 0);
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
-        close(ends[0]);
+    int pipe_ends[2];
+    CHECK(pipe(pipe_ends) == 0);
+    const pid_t child_pid = fork();
+    CHECK(child_pid >= 0);
+    if (child_pid == 0) {
+        dup2(pipe_ends[1], STDERR_FILENO);
+        close(pipe_ends[0]);
         body();
         _exit(0);
     }
-    close(ends[1]);
+    close(pipe_ends[1]);
     std::array<char, 4096> chunk{};
-    for (ssize_t count = 0; (count = read(ends[0], chunk.data(), chunk.size())) > 0;) {
+    for (ssize_t count = 0; (count = read(pipe_ends[0], chunk.data(), chunk.size())) > 0;) {
         stderr_text->append(chunk.data(), static_cast<std::size_t>(count));
     }
-    close(ends[0]);
+    close(pipe_ends[0]);
     int status = 0;
-    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(waitpid(child_pid, &status, 0) == child_pid);
     return status;
 }
 
@@ -83,11 +84,11 @@ void test_whole_export_cannot_be_mapped() {
 }
 
 void test_parts_form_one_dmabuf() {
-    const Fd first(make_device_memory(mib)), second(make_device_memory(8192));
-    const Extent parts[] = {{first.get(), 4096, 8192}, {second.get(), 0, 8192}};
+    const Fd first_memory(make_device_memory(mib)), second_memory(make_device_memory(8192));
+    const Extent parts[] = {{first_memory.get(), 4096, 8192}, {second_memory.get(), 0, 8192}};
     Fd dmabuf(export_dmabuf(parts));
     CHECK(dmabuf && lseek(dmabuf.get(), 0, SEEK_END) == 16384);
-    CHECK(has_other_references(first.get()) && has_other_references(second.get()));
+    CHECK(has_other_references(first_memory.get()) && has_other_references(second_memory.get()));
     ImportedDmabuf imported;
     CHECK(import_dmabuf(dmabuf.get(), &imported) == 0 && imported.extents.size() == 2);
     auto* mapped = static_cast<char*>(map_imported(imported));
@@ -95,13 +96,13 @@ void test_parts_form_one_dmabuf() {
     mapped[1] = 9;
     mapped[8193] = 11;
     char byte = 0;
-    CHECK(pread(first.get(), &byte, 1, 4097) == 1 && byte == 9);
-    CHECK(pread(second.get(), &byte, 1, 1) == 1 && byte == 11);
+    CHECK(pread(first_memory.get(), &byte, 1, 4097) == 1 && byte == 9);
+    CHECK(pread(second_memory.get(), &byte, 1, 1) == 1 && byte == 11);
     munmap(mapped, imported.length_bytes);
     imported.extents.clear();
     imported.attachment.reset();
     dmabuf.reset();
-    CHECK(!has_other_references(first.get()) && !has_other_references(second.get()));
+    CHECK(!has_other_references(first_memory.get()) && !has_other_references(second_memory.get()));
 }
 
 void test_export_lives_until_last_importer() {
@@ -124,7 +125,7 @@ void test_export_lives_until_last_importer() {
 
 void test_foreign_descriptors_are_refused() {
     ImportedDmabuf imported;
-    // The name alone is not enough. The memfd must also be sealed.
+    // This memfd has the name of device memory, but the importer also requires seals.
     const Fd unsealed_memfd(memfd_create("gdrkit-gpu:0123456789abcdef", MFD_CLOEXEC));
     const Fd file(open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
     CHECK(import_dmabuf(unsealed_memfd.get(), &imported) == -EINVAL);
@@ -143,30 +144,32 @@ void test_shareable_handle_is_not_a_dmabuf() {
     CHECK(imported_memory && lseek(imported_memory.get(), 0, SEEK_END) == static_cast<off_t>(mib));
 }
 
+// An importer asks the process that exported the dma-buf for its extents. After the end of that process, a new import
+// fails, and an earlier import stays valid.
 void test_import_of_parts_needs_live_owner() {
-    int ends[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-    const pid_t owner = fork();
-    if (owner == 0) {
+    int socket_ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, socket_ends) == 0);
+    const pid_t owner_pid = fork();
+    if (owner_pid == 0) {
         const Fd memory(make_device_memory(mib));
         const Extent part{memory.get(), 8192, 4096};
         const Fd dmabuf(export_dmabuf({&part, 1}));
         const int dmabuf_fd = dmabuf.get();
         char byte = 0;
-        CHECK(pwrite(memory.get(), "x", 1, 8192) == 1 && send_fds(ends[1], {&dmabuf_fd, 1}) &&
-              recv_all(ends[1], &byte, 1));
+        CHECK(pwrite(memory.get(), "x", 1, 8192) == 1 && send_fds(socket_ends[1], {&dmabuf_fd, 1}) &&
+              recv_all(socket_ends[1], &byte, 1));
         _exit(0);
     }
     std::vector<Fd> fds;
-    CHECK(recv_fds(ends[0], 1, &fds));
+    CHECK(recv_fds(socket_ends[0], 1, &fds));
     ImportedDmabuf imported, late_import;
     CHECK(import_dmabuf(fds[0].get(), &imported) == 0 && imported.length_bytes == 4096);
-    CHECK(send_all(ends[0], "q", 1) && waitpid(owner, nullptr, 0) == owner);
+    CHECK(send_all(socket_ends[0], "q", 1) && waitpid(owner_pid, nullptr, 0) == owner_pid);
     CHECK(import_dmabuf(fds[0].get(), &late_import) == -ENODEV);
     char byte = 0;
     CHECK(pread(imported.extents[0].fd.get(), &byte, 1, 8192) == 1 && byte == 'x');
-    close(ends[0]);
-    close(ends[1]);
+    close(socket_ends[0]);
+    close(socket_ends[1]);
 }
 
 void test_plan_injects_failures() {
@@ -174,6 +177,8 @@ void test_plan_injects_failures() {
                                  {.name = "wc.send", .kind = FaultKind::status}};
     const std::string_view prefixes[] = {"ibv_", "wc."};
     CHECK(load_faults(points, prefixes).empty());
+    // Each rule has the name of a call and the numbers of the calls that fail, such as the second and the third.
+    // Rules for the calls of other twins (here cuMemAlloc_v2 and rdma_connect) have no effect in this twin.
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=2-3 errno=EFAULT # why\nwc.send call=* status=12\n"
                          "cuMemAlloc_v2 call=1 status=2\nrdma_connect call=1 errno=EIO\n")
               .empty());
@@ -192,31 +197,32 @@ void test_plan_delays_calls() {
     CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty() && format_delayed_calls_json() == "{}");
 }
 
+// Create an empty file and return its path. A rule with `hold=PATH` delays calls while the file exists.
 std::string make_hold_file() {
-    std::string file = "/tmp/gdrkit-hold-XXXXXX";
-    const int descriptor = mkstemp(file.data());
+    std::string path = "/tmp/gdrkit-hold-XXXXXX";
+    const int descriptor = mkstemp(path.data());
     CHECK(descriptor >= 0 && close(descriptor) == 0);
-    return file;
+    return path;
 }
 
 void test_calls_that_are_delayed_at_the_same_time_are_counted() {
-    const std::string file = make_hold_file();
-    CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1-2 hold=" + file + "\n").empty());
-    const auto call = [] { CHECK(!find_injected_fault("ibv_reg_mr")); };
-    std::thread first(call), second(call);
+    const std::string hold_path = make_hold_file();
+    CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1-2 hold=" + hold_path + "\n").empty());
+    const auto make_call = [] { CHECK(!find_injected_fault("ibv_reg_mr")); };
+    std::thread first(make_call), second(make_call);
     while (format_delayed_calls_json() != R"({"ibv_reg_mr":2})") {
         std::this_thread::yield();
     }
-    CHECK(unlink(file.c_str()) == 0);
+    CHECK(unlink(hold_path.c_str()) == 0);
     first.join();
     second.join();
-    call();
+    make_call();
     CHECK(format_delayed_calls_json() == R"({"ibv_reg_mr":2})");
 }
 
 void test_plan_holds_calls_while_a_file_exists() {
-    const std::string file = make_hold_file();
-    CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 errno=EFAULT hold=" + file + "\n").empty());
+    const std::string hold_path = make_hold_file();
+    CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 errno=EFAULT hold=" + hold_path + "\n").empty());
     std::atomic<bool> has_ended{false};
     std::thread held_call([&] {
         CHECK(find_injected_fault("ibv_reg_mr") == EFAULT);
@@ -226,7 +232,7 @@ void test_plan_holds_calls_while_a_file_exists() {
         std::this_thread::yield();
     }
     CHECK(!find_injected_fault("ibv_reg_mr") && !has_ended); // The second call is not held.
-    CHECK(unlink(file.c_str()) == 0);
+    CHECK(unlink(hold_path.c_str()) == 0);
     held_call.join();
     CHECK(has_ended && replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 hold=here\n").starts_with("line 2: "));
 }
@@ -278,8 +284,8 @@ void test_release_history_is_bounded() {
     std::string stderr_text;
     const int status = run_in_child(
         [] {
-            // The handle 5 is issued and released twice, so it has two entries in the history of releases. When the
-            // older entry is dropped, the newer one must stay.
+            // The handle 5 is issued and released twice, so it has two entries in the history of releases. The releases
+            // of the second loop remove the older entry from the history, but the newer entry must stay.
             for (std::uint64_t handle : {5, 5}) {
                 ledger_add("thing", handle);
                 if (!ledger_remove("thing", handle)) {
@@ -292,6 +298,7 @@ void test_release_history_is_bounded() {
                     _exit(3);
                 }
             }
+            // The third release of the handle 5 must abort the process, so it does not exit.
             _exit(ledger_remove("thing", 5) ? 4 : 5);
         },
         &stderr_text);
@@ -306,19 +313,21 @@ void test_ledger_counts_live_handles() {
     CHECK(ledger_json() == R"({"a":2,"b":1})" && ledger_holds("b", 1) && !ledger_holds("b", 2));
     CHECK(!ledger_remove("b", 7));
     CHECK(ledger_remove("b", 1) && ledger_remove("a", 1) && ledger_remove("a", 2));
-    ledger_add("a", 1); // the handle value is issued again, so its earlier release no longer counts
+    ledger_add("a", 1); // the value is issued again, so the next release is not a double release
     CHECK(ledger_remove("a", 1) && ledger_json() == "{}");
 }
 
+// A peer that sends other bytes than a request header does not disturb the requests of other peers.
 void test_control_service_with_untrusted_peers() {
     register_handler(echo_request,
                      [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
     const std::byte request_data[] = {std::byte{1}, std::byte{2}};
     std::vector<std::byte> reply;
     std::vector<Fd> fds;
-    char name[40];
-    std::snprintf(name, sizeof name, "control.%016llx", static_cast<unsigned long long>(read_control_service_id()));
-    const Fd untrusted_peer(connect_to(name));
+    char socket_name[40];
+    std::snprintf(socket_name, sizeof socket_name, "control.%016llx",
+                  static_cast<unsigned long long>(read_control_service_id()));
+    const Fd untrusted_peer(connect_to(socket_name));
     CHECK(untrusted_peer && send_all(untrusted_peer.get(), "this is not a header text", 25));
     CHECK(send_control_request(read_control_service_id(), echo_request, request_data, &reply, &fds) &&
           reply.size() == 2 && reply[1] == request_data[1]);
@@ -326,30 +335,30 @@ void test_control_service_with_untrusted_peers() {
     CHECK(!send_control_request(read_control_service_id() + 1, echo_request, request_data, &reply, &fds));
 }
 
-// A hostile owner reports extents whose first length already exceeds the dma-buf. The sum of the lengths overflows to
-// the size of the dma-buf.
+// A hostile process reports extents for its dma-buf, whose first length already exceeds the dma-buf. The sum of the
+// lengths overflows to the size of the dma-buf.
 void test_overflowing_extents_are_refused() {
     register_handler(request_dmabuf_extents, [](auto, auto* reply, auto* fds) {
         constexpr std::uint64_t quarter = std::uint64_t{1} << 62;
         for (const std::uint64_t length : {std::uint64_t{16384}, quarter, quarter, quarter, quarter - 8192}) {
-            const std::uint64_t wire[] = {0, length};
-            const auto* bytes = reinterpret_cast<const std::byte*>(wire);
-            reply->insert(reply->end(), bytes, bytes + sizeof wire);
+            const std::uint64_t offset_and_length[] = {0, length};
+            const auto* bytes = reinterpret_cast<const std::byte*>(offset_and_length);
+            reply->insert(reply->end(), bytes, bytes + sizeof offset_and_length);
             fds->emplace_back(make_device_memory(length));
         }
     });
-    char name[64];
-    std::snprintf(name, sizeof name, "gdrkit-dmabuf:%016llx:%016llx",
+    char memfd_name[64];
+    std::snprintf(memfd_name, sizeof memfd_name, "gdrkit-dmabuf:%016llx:%016llx",
                   static_cast<unsigned long long>(read_control_service_id()), 1ULL);
-    const Fd dmabuf(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    const Fd dmabuf(memfd_create(memfd_name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
     CHECK(ftruncate(dmabuf.get(), 8192) == 0);
     CHECK(fcntl(dmabuf.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0);
     ImportedDmabuf imported;
     CHECK(import_dmabuf(dmabuf.get(), &imported) == -EINVAL);
 }
 
-// The thread of the control service must not receive the program's signals, so a signal that the program blocks stays
-// pending.
+// The thread of the control service must block all signals. Otherwise, the kernel could deliver a signal to that
+// thread that the program has blocked in its other threads in order to receive it by sigwaitinfo.
 void test_control_service_blocks_signals() {
     read_control_service_id();
     sigset_t blocked_signals, previous_mask;
@@ -360,29 +369,30 @@ void test_control_service_blocks_signals() {
           pthread_sigmask(SIG_SETMASK, &previous_mask, nullptr) == 0);
 }
 
+// The process with the service is stopped (SIGSTOP), so it does not reply. The request must end by its timeout.
 void test_stopped_service_times_out() {
-    int ends[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-    const pid_t owner = fork();
-    if (owner == 0) {
+    int socket_ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, socket_ends) == 0);
+    const pid_t owner_pid = fork();
+    if (owner_pid == 0) {
         register_handler(echo_request,
                          [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
         const std::uint64_t own_service_id = read_control_service_id();
-        char word = 0;
-        CHECK(send_all(ends[1], &own_service_id, sizeof own_service_id));
-        _exit(recv_all(ends[1], &word, 1) ? 0 : 1);
+        char byte = 0;
+        CHECK(send_all(socket_ends[1], &own_service_id, sizeof own_service_id));
+        _exit(recv_all(socket_ends[1], &byte, 1) ? 0 : 1);
     }
     std::uint64_t service_id = 0;
-    CHECK(recv_all(ends[0], &service_id, sizeof service_id));
+    CHECK(recv_all(socket_ends[0], &service_id, sizeof service_id));
     int status = 0;
-    CHECK(kill(owner, SIGSTOP) == 0 && waitpid(owner, &status, WUNTRACED) == owner && WIFSTOPPED(status));
-    const std::byte word[] = {std::byte{1}};
+    CHECK(kill(owner_pid, SIGSTOP) == 0 && waitpid(owner_pid, &status, WUNTRACED) == owner_pid && WIFSTOPPED(status));
+    const std::byte request_data[] = {std::byte{1}};
     std::vector<std::byte> reply;
     std::vector<Fd> fds;
-    CHECK(!send_control_request(service_id, echo_request, word, &reply, &fds));
-    CHECK(kill(owner, SIGKILL) == 0 && waitpid(owner, nullptr, 0) == owner);
-    close(ends[0]);
-    close(ends[1]);
+    CHECK(!send_control_request(service_id, echo_request, request_data, &reply, &fds));
+    CHECK(kill(owner_pid, SIGKILL) == 0 && waitpid(owner_pid, nullptr, 0) == owner_pid);
+    close(socket_ends[0]);
+    close(socket_ends[1]);
 }
 
 void test_malformed_variable_is_an_error() {
@@ -427,6 +437,7 @@ void test_fifo_reuses_memory() {
 
 } // namespace
 
+// main() sets GDRKIT_TWINS_LATE_SHARE to 10, so about 10 % of the delays are not 0. The test allows 5 % to 20 %.
 void test_share_of_delays() {
     constexpr unsigned draw_count = 20'000;
     unsigned delay_count = 0;
@@ -450,7 +461,7 @@ void test_hmac_has_the_digests_of_rfc_4231() {
     };
     CHECK(compute_hex_hmac("Jefe", {"what do ya want ", "for nothing?"}) ==
           "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
-    // A key that is longer than a block is hashed.
+    // HMAC hashes a key that is longer than a block (64 bytes).
     CHECK(compute_hex_hmac(std::string(131, '\xaa'), {"Test Using Larger Than Block-Size Key - Hash Key First"}) ==
           "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
     CHECK(is_equal_digest(hmac_sha256("a", {"b"}), hmac_sha256("a", {"b"})));
@@ -459,7 +470,7 @@ void test_hmac_has_the_digests_of_rfc_4231() {
 
 int main() {
     CHECK(setenv("GDRKIT_TWINS_LATE_SHARE", "10", 1) == 0);
-    // Run the child processes first: they must start without the threads and the configuration of this process.
+    // The first tests fork. Run them before the other tests start threads and read the configuration in this process.
     test_malformed_variable_is_an_error();
     test_double_release_aborts_with_stacks();
     test_release_history_is_bounded();

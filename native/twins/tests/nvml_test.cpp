@@ -1,6 +1,6 @@
 // Tests of the software twin of libnvidia-ml (NVML): its exports match the contract, unimplemented functions fail as
-// documented, structures of older versions keep their size, and the process list has this process while it has a
-// context.
+// documented, structures of older versions keep their size, and the process list contains this process while it has a
+// CUDA context.
 #include <sched.h>
 
 #include <map>
@@ -15,6 +15,7 @@ using nvml::Gpu;
 
 namespace {
 
+// A function of the library. The convention `not_supported` means that the twin does not implement it.
 struct Function {
     const char* symbol;
     const char* convention;
@@ -29,9 +30,9 @@ constexpr Function functions[] = {
 template <typename... Arguments> int call_nvml(const char* symbol, Arguments... arguments) {
     static void* const library = dlopen(GDRKIT_NVML_TWIN, RTLD_NOW | RTLD_LOCAL);
     CHECK(library != nullptr);
-    void* const entry = dlsym(library, symbol);
-    CHECK(entry != nullptr);
-    return reinterpret_cast<int (*)(Arguments...)>(entry)(arguments...);
+    void* const function = dlsym(library, symbol);
+    CHECK(function != nullptr);
+    return reinterpret_cast<int (*)(Arguments...)>(function)(arguments...);
 }
 
 Gpu* get_gpu(unsigned index) {
@@ -42,33 +43,33 @@ Gpu* get_gpu(unsigned index) {
 
 void test_exports_match_contract() {
     std::set<std::string> contract_symbols;
-    std::map<std::string, std::string> kinds;
+    std::map<std::string, std::string> convention_by_symbol;
     for (const auto& [symbol, convention] : read_table(GDRKIT_CONTRACTS "/nvml.conventions")) {
         CHECK(contract_symbols.insert(symbol).second);
-        kinds[symbol] = convention;
+        convention_by_symbol[symbol] = convention;
     }
     CHECK(contract_symbols == read_exported_symbols(GDRKIT_NVML_TWIN));
     for (const Function& function : functions) {
-        CHECK(kinds[function.symbol] == function.convention);
+        CHECK(convention_by_symbol[function.symbol] == function.convention);
     }
-    CHECK(kinds.size() == std::size(functions));
+    CHECK(convention_by_symbol.size() == std::size(functions));
 }
 
-void check_unimplemented_functions(int expected) {
-    int count = 0;
+void check_unimplemented_functions(int expected_result) {
+    int unimplemented_count = 0;
     for (const Function& function : functions) {
         if (std::string_view(function.convention) == "not_supported") {
-            CHECK(call_nvml(function.symbol) == expected);
-            ++count;
+            CHECK(call_nvml(function.symbol) == expected_result);
+            ++unimplemented_count;
         }
     }
-    CHECK(count > 300);
+    CHECK(unimplemented_count > 300);
 }
 
 void test_invalid_arguments_are_refused() {
     Gpu* handle = nullptr;
     unsigned value = 0;
-    char text[8];
+    char name[8];
     CHECK(call_nvml("nvmlDeviceGetHandleByIndex_v2", 3U, &handle) == nvml::invalid_argument);
     CHECK(call_nvml("nvmlDeviceGetHandleByUUID", "GPU-0", &handle) == nvml::not_found);
     CHECK(call_nvml("nvmlDeviceGetHandleByPciBusId_v2", "nonsense", &handle) == nvml::invalid_argument);
@@ -77,12 +78,13 @@ void test_invalid_arguments_are_refused() {
           handle == get_gpu(2));
     CHECK(call_nvml("nvmlDeviceGetIndex", static_cast<Gpu*>(nullptr), &value) == nvml::invalid_argument);
     CHECK(call_nvml("nvmlDeviceGetIndex", get_gpu(1), static_cast<unsigned*>(nullptr)) == nvml::invalid_argument);
-    CHECK(call_nvml("nvmlDeviceGetName", get_gpu(1), text, 8U) == nvml::insufficient_size);
+    CHECK(call_nvml("nvmlDeviceGetName", get_gpu(1), name, 8U) == nvml::insufficient_size);
     nvml::MemoryV2 memory{};
     CHECK(call_nvml("nvmlDeviceGetMemoryInfo_v2", get_gpu(0), &memory) == nvml::argument_version_mismatch);
 }
 
-// A program that calls an old function has a smaller structure.
+// A program that calls an old function passes a smaller structure, and the function must not write beyond it. The tests
+// fill the memory with 0xee to detect such writes.
 void test_old_structures_keep_their_size() {
     for (const auto& [symbol, length_bytes] : {std::pair{"nvmlDeviceGetPciInfo", nvml::pci_info_v1_bytes},
                                                std::pair{"nvmlDeviceGetPciInfo_v2", nvml::pci_info_v2_bytes},
@@ -115,41 +117,44 @@ void test_versioned_structures_name_the_gpu() {
     nvml::Pdi pdi{nvml::pdi_version, 0}, other_pdi = pdi;
     CHECK(call_nvml("nvmlDeviceGetPdi", get_gpu(0), &pdi) == nvml::success);
     CHECK(call_nvml("nvmlDeviceGetPdi", get_gpu(1), &other_pdi) == nvml::success && pdi.value != other_pdi.value);
-    nvml::PciInfoExt info{};
-    CHECK(call_nvml("nvmlDeviceGetPciInfoExt", get_gpu(1), &info) == nvml::argument_version_mismatch);
-    info.version = nvml::pci_info_ext_version;
-    CHECK(call_nvml("nvmlDeviceGetPciInfoExt", get_gpu(1), &info) == nvml::success);
-    CHECK(info.bus == 0xa1 && std::string_view(info.bus_id) == "00000000:A1:00.0");
+    nvml::PciInfoExt pci_info{};
+    CHECK(call_nvml("nvmlDeviceGetPciInfoExt", get_gpu(1), &pci_info) == nvml::argument_version_mismatch);
+    pci_info.version = nvml::pci_info_ext_version;
+    CHECK(call_nvml("nvmlDeviceGetPciInfoExt", get_gpu(1), &pci_info) == nvml::success);
+    CHECK(pci_info.bus == 0xa1 && std::string_view(pci_info.bus_id) == "00000000:A1:00.0");
 }
 
 void test_gpu_is_near_to_processors_and_gpus() {
-    unsigned long words[2]{};
-    CHECK(call_nvml("nvmlDeviceGetCpuAffinity", get_gpu(0), 2U, &words[0]) == nvml::success);
+    unsigned long mask_words[2]{};
+    CHECK(call_nvml("nvmlDeviceGetCpuAffinity", get_gpu(0), 2U, &mask_words[0]) == nvml::success);
     cpu_set_t allowed{};
     CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
     for (std::size_t cpu = 0; cpu < 128; ++cpu) {
-        CHECK(((words[cpu / 64] >> (cpu % 64)) & 1) == (CPU_ISSET(cpu, &allowed) ? 1UL : 0UL));
+        CHECK(((mask_words[cpu / 64] >> (cpu % 64)) & 1) == (CPU_ISSET(cpu, &allowed) ? 1UL : 0UL));
     }
-    CHECK(call_nvml("nvmlDeviceGetCpuAffinityWithinScope", get_gpu(0), 2U, &words[0], 2U) == nvml::invalid_argument);
-    CHECK(call_nvml("nvmlDeviceGetMemoryAffinity", get_gpu(0), 2U, &words[0], 0U) == nvml::success);
-    CHECK(words[0] == 1 && words[1] == 0);
-    Gpu* nearest[3]{};
-    unsigned count = 1;
-    CHECK(call_nvml("nvmlDeviceGetTopologyNearestGpus", get_gpu(1), nvml::topology_host_bridge, &count, &nearest[0]) ==
-          nvml::insufficient_size);
-    CHECK(count == 2);
-    CHECK(call_nvml("nvmlDeviceGetTopologyNearestGpus", get_gpu(1), nvml::topology_host_bridge, &count, &nearest[0]) ==
-          nvml::success);
-    CHECK(nearest[0] == get_gpu(0) && nearest[1] == get_gpu(2) && nearest[2] == nullptr);
-    CHECK(call_nvml("nvmlDeviceGetTopologyNearestGpus", get_gpu(1), 0, &count, &nearest[0]) == nvml::success &&
-          count == 0);
+    CHECK(call_nvml("nvmlDeviceGetCpuAffinityWithinScope", get_gpu(0), 2U, &mask_words[0], 2U) ==
+          nvml::invalid_argument); // the scopes are 0 (NUMA node) and 1 (socket)
+    CHECK(call_nvml("nvmlDeviceGetMemoryAffinity", get_gpu(0), 2U, &mask_words[0], 0U) == nvml::success);
+    CHECK(mask_words[0] == 1 && mask_words[1] == 0);
+    Gpu* nearest_gpus[3]{};
+    unsigned nearest_count = 1;
+    CHECK(call_nvml("nvmlDeviceGetTopologyNearestGpus", get_gpu(1), nvml::topology_host_bridge, &nearest_count,
+                    &nearest_gpus[0]) == nvml::insufficient_size);
+    CHECK(nearest_count == 2);
+    CHECK(call_nvml("nvmlDeviceGetTopologyNearestGpus", get_gpu(1), nvml::topology_host_bridge, &nearest_count,
+                    &nearest_gpus[0]) == nvml::success);
+    CHECK(nearest_gpus[0] == get_gpu(0) && nearest_gpus[1] == get_gpu(2) && nearest_gpus[2] == nullptr);
+    constexpr int topology_internal = 0; // two GPUs on one board
+    CHECK(call_nvml("nvmlDeviceGetTopologyNearestGpus", get_gpu(1), topology_internal, &nearest_count,
+                    &nearest_gpus[0]) == nvml::success &&
+          nearest_count == 0);
     CHECK(call_nvml("nvmlDeviceSetPersistenceMode", get_gpu(0), 0) == nvml::success);
     CHECK(call_nvml("nvmlDeviceSetPersistenceMode", get_gpu(0), 1) == nvml::unsupported);
 }
 
-// The twin reports an idle GPU, and writes no byte after the end of a structure.
+// The twin reports an idle GPU, and does not write beyond the memory of its results. The value 9 is never a result.
 void test_gpu_is_idle() {
-    unsigned value = 9, pending = 9;
+    unsigned value = 9, pending_mode = 9;
     std::uint64_t reasons = 9;
     int states[3] = {9, 9, 9};
     for (const char* symbol :
@@ -159,11 +164,12 @@ void test_gpu_is_idle() {
         CHECK(call_nvml(symbol, get_gpu(0), &value) == nvml::success && value == 0);
         CHECK(call_nvml(symbol, get_gpu(0), static_cast<unsigned*>(nullptr)) == nvml::invalid_argument);
     }
-    CHECK(call_nvml("nvmlDeviceGetMigMode", get_gpu(0), &value, &pending) == nvml::success && value == 0 &&
-          pending == 0);
-    CHECK(call_nvml("nvmlDeviceGetCurrentClocksEventReasons", get_gpu(0), &reasons) == nvml::success && reasons == 1);
+    CHECK(call_nvml("nvmlDeviceGetMigMode", get_gpu(0), &value, &pending_mode) == nvml::success && value == 0 &&
+          pending_mode == 0);
+    CHECK(call_nvml("nvmlDeviceGetCurrentClocksEventReasons", get_gpu(0), &reasons) == nvml::success &&
+          reasons == 1); // nvmlClocksEventReasonGpuIdle
     CHECK(call_nvml("nvmlDeviceGetSupportedPerformanceStates", get_gpu(0), &states[0], 8U) == nvml::success);
-    CHECK(states[0] == 0 && states[1] == 32 && states[2] == 9);
+    CHECK(states[0] == 0 && states[1] == 32 && states[2] == 9); // 32: NVML_PSTATE_UNKNOWN
     CHECK(call_nvml("nvmlDeviceGetSupportedPerformanceStates", get_gpu(0), &states[0], 3U) == nvml::insufficient_size);
     nvml::DynamicPstates info[2];
     std::memset(static_cast<void*>(info), 0xee, sizeof info);
@@ -193,7 +199,8 @@ void test_wait_for_events_ends_with_its_timeout() {
     CHECK(call_nvml("nvmlEventSetCreate", &event_set) == nvml::success &&
           call_nvml("nvmlEventSetCreate", &other_event_set) == nvml::success);
     CHECK(event_set != other_event_set &&
-          call_nvml("nvmlDeviceGetSupportedEventTypes", get_gpu(0), &types) == nvml::success && types == 8);
+          call_nvml("nvmlDeviceGetSupportedEventTypes", get_gpu(0), &types) == nvml::success &&
+          types == 8); // nvmlEventTypeXidCriticalError
     CHECK(call_nvml("nvmlDeviceRegisterEvents", get_gpu(0), types, event_set) == nvml::success);
     CHECK(call_nvml("nvmlDeviceRegisterEvents", get_gpu(0), types | 1, event_set) == nvml::unsupported);
     const auto begin = get_time();
@@ -204,27 +211,28 @@ void test_wait_for_events_ends_with_its_timeout() {
     CHECK(call_nvml("nvmlEventSetWait_v2", event_set, static_cast<void*>(event_data), 30U) == nvml::invalid_argument);
     CHECK(call_nvml("nvmlDeviceRegisterEvents", get_gpu(0), types, event_set) == nvml::invalid_argument);
     CHECK(call_nvml("nvmlEventSetFree", other_event_set) == nvml::success);
-    nvml::SystemEventSetRequest request{0, nullptr};
-    CHECK(call_nvml("nvmlSystemEventSetCreate", &request) == nvml::argument_version_mismatch);
-    request.version = sizeof request | 1U << 24;
-    CHECK(call_nvml("nvmlSystemEventSetCreate", &request) == nvml::success);
-    nvml::SystemEventRegistration registration{sizeof registration | 1U << 24, 3, request.set};
+    nvml::SystemEventSetRequest set_request{0, nullptr};
+    CHECK(call_nvml("nvmlSystemEventSetCreate", &set_request) == nvml::argument_version_mismatch);
+    set_request.version = sizeof set_request | 1U << 24;
+    CHECK(call_nvml("nvmlSystemEventSetCreate", &set_request) == nvml::success);
+    // The event types 1 and 2 mean that a driver was bound or unbound.
+    nvml::SystemEventRegistration registration{sizeof registration | 1U << 24, 1 | 2, set_request.set};
     CHECK(call_nvml("nvmlSystemRegisterEvents", &registration) == nvml::success);
     registration.types = 4;
     CHECK(call_nvml("nvmlSystemRegisterEvents", &registration) == nvml::invalid_argument);
-    nvml::SystemEventWait wait{sizeof wait | 1U << 24, 1, request.set, event_data, 1, 9};
-    CHECK(call_nvml("nvmlSystemEventSetWait", &wait) == nvml::timeout && wait.event_count == 0);
-    CHECK(call_nvml("nvmlSystemEventSetFree", &request) == nvml::success);
-    CHECK(call_nvml("nvmlSystemEventSetWait", &wait) == nvml::invalid_argument);
+    nvml::SystemEventWait wait_request{sizeof wait_request | 1U << 24, 1, set_request.set, event_data, 1, 9};
+    CHECK(call_nvml("nvmlSystemEventSetWait", &wait_request) == nvml::timeout && wait_request.event_count == 0);
+    CHECK(call_nvml("nvmlSystemEventSetFree", &set_request) == nvml::success);
+    CHECK(call_nvml("nvmlSystemEventSetWait", &wait_request) == nvml::invalid_argument);
 }
 
 void test_uuid_may_have_no_prefix() {
-    char text[41] = {};
+    char uuid_text[41] = {};
     Gpu* handle = nullptr;
-    CHECK(call_nvml("nvmlDeviceGetUUID", get_gpu(1), &text[0], 41U) == nvml::success);
-    CHECK(call_nvml("nvmlDeviceGetHandleByUUID", static_cast<const char*>(text + 4), &handle) == nvml::success);
-    CHECK(handle == get_gpu(1));
-    CHECK(call_nvml("nvmlDeviceGetHandleByUUID", static_cast<const char*>(text + 5), &handle) == nvml::not_found);
+    CHECK(call_nvml("nvmlDeviceGetUUID", get_gpu(1), &uuid_text[0], 41U) == nvml::success);
+    CHECK(call_nvml("nvmlDeviceGetHandleByUUID", static_cast<const char*>(uuid_text + 4), &handle) == nvml::success);
+    CHECK(handle == get_gpu(1)); // uuid_text + 4 is behind the prefix "GPU-"
+    CHECK(call_nvml("nvmlDeviceGetHandleByUUID", static_cast<const char*>(uuid_text + 5), &handle) == nvml::not_found);
 }
 
 void test_gpus_near_to_a_processor() {
@@ -232,31 +240,31 @@ void test_gpus_near_to_a_processor() {
     CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
     for (unsigned cpu = 0; cpu < 64; ++cpu) {
         Gpu* near_gpus[3]{};
-        unsigned count = 0;
+        unsigned near_count = 0;
         const bool is_allowed = CPU_ISSET(cpu, &allowed);
-        CHECK(call_nvml("nvmlSystemGetTopologyGpuSet", cpu, &count, static_cast<Gpu**>(nullptr)) == nvml::success);
-        CHECK(count == (is_allowed ? 3U : 0U));
-        CHECK(call_nvml("nvmlSystemGetTopologyGpuSet", cpu, &count, &near_gpus[0]) == nvml::success);
+        CHECK(call_nvml("nvmlSystemGetTopologyGpuSet", cpu, &near_count, static_cast<Gpu**>(nullptr)) == nvml::success);
+        CHECK(near_count == (is_allowed ? 3U : 0U));
+        CHECK(call_nvml("nvmlSystemGetTopologyGpuSet", cpu, &near_count, &near_gpus[0]) == nvml::success);
         CHECK(near_gpus[2] == (is_allowed ? get_gpu(2) : nullptr));
-        count = 2;
-        CHECK(call_nvml("nvmlSystemGetTopologyGpuSet", cpu, &count, &near_gpus[0]) ==
+        near_count = 2;
+        CHECK(call_nvml("nvmlSystemGetTopologyGpuSet", cpu, &near_count, &near_gpus[0]) ==
               (is_allowed ? nvml::insufficient_size : nvml::success));
     }
 }
 
 void test_process_is_listed_while_it_has_a_context() {
     constexpr std::uint64_t length_bytes = 2U << 20;
-    unsigned count = 0;
+    unsigned process_count = 0;
     const auto query_processes = [&](unsigned capacity, nvml::ProcessInfo* info) {
-        count = capacity;
-        return call_nvml("nvmlDeviceGetComputeRunningProcesses_v3", get_gpu(0), &count, info);
+        process_count = capacity;
+        return call_nvml("nvmlDeviceGetComputeRunningProcesses_v3", get_gpu(0), &process_count, info);
     };
     nvml::ProcessInfo info{};
-    CHECK(query_processes(1, &info) == nvml::success && count == 0);
+    CHECK(query_processes(1, &info) == nvml::success && process_count == 0);
     cuda::init_device(0);
     const auto pointer = cuda::allocate(length_bytes);
-    CHECK(query_processes(0, nullptr) == nvml::insufficient_size && count == 1);
-    CHECK(query_processes(1, &info) == nvml::success && count == 1);
+    CHECK(query_processes(0, nullptr) == nvml::insufficient_size && process_count == 1);
+    CHECK(query_processes(1, &info) == nvml::success && process_count == 1);
     CHECK(info.pid == static_cast<std::uint32_t>(getpid()) && info.used_bytes == length_bytes);
     nvml::Memory memory{};
     CHECK(call_nvml("nvmlDeviceGetMemoryInfo", get_gpu(0), &memory) == nvml::success && memory.used == length_bytes);
@@ -265,12 +273,12 @@ void test_process_is_listed_while_it_has_a_context() {
 }
 
 void test_every_init_needs_a_shutdown() {
-    unsigned count = 0;
+    unsigned gpu_count = 0;
     CHECK(call_nvml("nvmlInitWithFlags", 0U) == nvml::success);
     CHECK(call_nvml("nvmlShutdown") == nvml::success);
-    CHECK(call_nvml("nvmlDeviceGetCount_v2", &count) == nvml::success && count == 3);
+    CHECK(call_nvml("nvmlDeviceGetCount_v2", &gpu_count) == nvml::success && gpu_count == 3);
     CHECK(call_nvml("nvmlShutdown") == nvml::success);
-    CHECK(call_nvml("nvmlDeviceGetCount_v2", &count) == nvml::uninitialized);
+    CHECK(call_nvml("nvmlDeviceGetCount_v2", &gpu_count) == nvml::uninitialized);
     CHECK(call_nvml("nvmlShutdown") == nvml::uninitialized);
 }
 

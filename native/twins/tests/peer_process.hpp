@@ -24,8 +24,8 @@ template <typename Message> Message receive_value(int socket) {
     return message;
 }
 
-// The second process, and the socket that is connected to it. The first argument of the process is the number of its
-// socket.
+// The second process, and the socket that is connected to it. The first argument of the process is the file
+// descriptor number of its end of the socket pair.
 struct PeerProcess {
     pid_t pid = 0;
     Fd socket;
@@ -42,6 +42,7 @@ struct PeerProcess {
         CHECK(posix_spawn(&pid, "/proc/self/exe", &actions, nullptr, arguments, environ) == 0);
         posix_spawn_file_actions_destroy(&actions);
     }
+    // Wait until the process ends, and return its wait status.
     [[nodiscard]] int wait() const {
         int status = 0;
         CHECK(waitpid(pid, &status, 0) == pid);

@@ -13,8 +13,8 @@ namespace {
 int bind_and_get_errno(const EventChannel& channel, const char* address, std::uint16_t port,
                        rdma_port_space ps = RDMA_PS_TCP, bool ipv6_only = false) {
     rdma_cm_id* const id = create_id(channel, ps);
-    int value = ipv6_only ? 1 : 0;
-    CHECK(rdma_set_option(id, option_level_id, option_afonly, &value, sizeof value) == 0);
+    int afonly = ipv6_only ? 1 : 0;
+    CHECK(rdma_set_option(id, option_level_id, option_afonly, &afonly, sizeof afonly) == 0);
     errno = 0;
     const int error = rdma_bind_addr(id, IpEndpoint(address, port)) == 0 ? 0 : errno;
     CHECK(rdma_destroy_id(id) == 0);
@@ -40,10 +40,10 @@ void test_taken_port_is_refused_until_it_is_free() {
 void test_shared_port_is_exclusive_for_a_listener() {
     const EventChannel channel;
     rdma_cm_id* ids[2];
-    int value = 1;
+    int enable = 1;
     for (rdma_cm_id*& id : ids) {
         id = create_id(channel);
-        CHECK(rdma_set_option(id, option_level_id, option_reuseaddr, &value, sizeof value) == 0);
+        CHECK(rdma_set_option(id, option_level_id, option_reuseaddr, &enable, sizeof enable) == 0);
         CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1", 21000)) == 0);
     }
     CHECK(rdma_listen(ids[0], 1) == 0);
@@ -107,9 +107,9 @@ void test_options_check_their_values() {
     const EventChannel channel;
     rdma_cm_id* const id = create_id(channel);
     std::uint8_t byte = 32;
-    int number = 1;
+    int too_large_value = 1; // the option has one byte
     CHECK(rdma_set_option(id, option_level_id, option_tos, &byte, 1) == 0);
-    CHECK_FAILS(rdma_set_option(id, option_level_id, option_tos, &number, sizeof number), EINVAL);
+    CHECK_FAILS(rdma_set_option(id, option_level_id, option_tos, &too_large_value, sizeof too_large_value), EINVAL);
     CHECK_FAILS(rdma_set_option(id, option_level_id, option_ack_timeout, &byte, 1), EINVAL);
     byte = 31;
     CHECK(rdma_set_option(id, option_level_id, option_ack_timeout, &byte, 1) == 0);

@@ -13,9 +13,9 @@ using namespace gdrkit::twin::tests;
 namespace {
 
 void send_and_check(rdma_cm_id* from, rdma_cm_id* to) {
-    Buffer sent(from->pd, 64), received(to->pd, 64);
-    fill_pattern(sent.bytes, 64);
-    ibv_sge received_sge = received.sge(0, 64), sent_sge = sent.sge(0, 64);
+    Buffer sent_buffer(from->pd, 64), received_buffer(to->pd, 64);
+    fill_pattern(sent_buffer.bytes, 64);
+    ibv_sge received_sge = received_buffer.sge(0, 64), sent_sge = sent_buffer.sge(0, 64);
     ibv_recv_wr receive{7, nullptr, &received_sge, 1};
     ibv_recv_wr* bad_receive = nullptr;
     CHECK(ibv_post_recv(to->qp, &receive, &bad_receive) == 0);
@@ -32,11 +32,11 @@ void send_and_check(rdma_cm_id* from, rdma_cm_id* to) {
         }
         CHECK(wc.status == IBV_WC_SUCCESS);
     }
-    CHECK(has_pattern(received.bytes, 64));
+    CHECK(has_pattern(received_buffer.bytes, 64));
 }
 
 void test_data_flows_both_ways_after_connect(const char* address) {
-    Pair pair(address);
+    ConnectionPair pair(address);
     pair.establish();
     CHECK(rdma_get_dst_port(pair.client) == htons(pair.port) && rdma_get_src_port(pair.server) == htons(pair.port));
     CHECK(rdma_get_dst_port(pair.server) == rdma_get_src_port(pair.client));
@@ -44,9 +44,10 @@ void test_data_flows_both_ways_after_connect(const char* address) {
     send_and_check(pair.server, pair.client);
 }
 
-// Like the kernel, the twin returns the whole private data field of an InfiniBand message, padded with zeros.
+// Like the kernel, the twin returns the whole private data field of an InfiniBand message, padded with zeros. The field
+// has 56 bytes in a request, 196 in a reply and 148 in a rejection.
 void test_request_has_parameters_and_padded_private_data() {
-    Pair pair;
+    ConnectionPair pair;
     rdma_cm_event* const event = pair.send_request("hello");
     CHECK(event->listen_id == pair.listener && event->id->verbs == pair.client->verbs);
     const rdma_conn_param& parameters = event->param.conn;
@@ -58,31 +59,31 @@ void test_request_has_parameters_and_padded_private_data() {
     create_queue_pair(pair.server);
     rdma_conn_param reply = make_parameters("reply", 5);
     CHECK(rdma_accept(pair.server, &reply) == 0);
-    rdma_cm_event* const established = pair.client_channel.take_event(RDMA_CM_EVENT_ESTABLISHED);
-    CHECK(established->param.conn.private_data_len == 196);
-    CHECK(std::memcmp(established->param.conn.private_data, "reply\0", 6) == 0);
-    CHECK(established->param.conn.qp_num == pair.server->qp->qp_num);
-    CHECK(rdma_ack_cm_event(established) == 0);
+    rdma_cm_event* const established_event = pair.client_channel.take_event(RDMA_CM_EVENT_ESTABLISHED);
+    CHECK(established_event->param.conn.private_data_len == 196);
+    CHECK(std::memcmp(established_event->param.conn.private_data, "reply\0", 6) == 0);
+    CHECK(established_event->param.conn.qp_num == pair.server->qp->qp_num);
+    CHECK(rdma_ack_cm_event(established_event) == 0);
     pair.server_channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
 }
 
 void test_too_much_private_data_is_refused() {
-    Pair pair;
+    ConnectionPair pair;
     const std::string data(57, 'x');
     rdma_conn_param parameters = make_parameters(data.data(), data.size());
     CHECK_FAILS(rdma_connect(pair.client, &parameters), EINVAL);
     CHECK(rdma_ack_cm_event(pair.send_request(data.substr(1))) == 0);
     CHECK_FAILS(rdma_reject(pair.server, std::string(149, 'x').data(), 149), EINVAL);
     CHECK(rdma_reject(pair.server, data.data(), 57) == 0);
-    pair.client_channel.expect_event(RDMA_CM_EVENT_REJECTED, 28);
+    pair.client_channel.expect_event(RDMA_CM_EVENT_REJECTED, rejected_by_program_status);
 }
 
 void test_rejection_has_reason_and_private_data() {
-    Pair pair;
+    ConnectionPair pair;
     CHECK(rdma_ack_cm_event(pair.send_request()) == 0);
     CHECK(rdma_reject(pair.server, "no", 2) == 0);
     rdma_cm_event* const event = pair.client_channel.take_event(RDMA_CM_EVENT_REJECTED);
-    CHECK(event->status == 28 && event->param.conn.private_data_len == 148);
+    CHECK(event->status == rejected_by_program_status && event->param.conn.private_data_len == 148);
     CHECK(std::memcmp(event->param.conn.private_data, "no\0", 3) == 0);
     CHECK(rdma_ack_cm_event(event) == 0);
     CHECK_FAILS(rdma_accept(pair.server, nullptr), EINVAL);
@@ -99,7 +100,7 @@ void test_port_without_listener_rejects_at_once() {
         create_queue_pair(refused_id);
         const auto begin = std::chrono::steady_clock::now();
         CHECK(rdma_connect(refused_id, nullptr) == 0);
-        channel.expect_event(RDMA_CM_EVENT_REJECTED, 8);
+        channel.expect_event(RDMA_CM_EVENT_REJECTED, no_listener_status);
         shortest_time = std::min(shortest_time, std::chrono::steady_clock::now() - begin);
         rdma_destroy_qp(refused_id);
         CHECK(rdma_destroy_id(refused_id) == 0);
@@ -128,7 +129,7 @@ void test_listener_may_return_just_after_the_request() {
             CHECK(rdma_ack_cm_event(event) == 0 && rdma_reject(id, nullptr, 0) == 0 && rdma_destroy_id(id) == 0);
         });
         CHECK(rdma_connect(client, nullptr) == 0);
-        client_channel.expect_event(RDMA_CM_EVENT_REJECTED, 28);
+        client_channel.expect_event(RDMA_CM_EVENT_REJECTED, rejected_by_program_status);
         server.join();
         rdma_destroy_qp(client);
         CHECK(rdma_destroy_id(client) == 0 && rdma_destroy_id(listener) == 0);
@@ -169,10 +170,10 @@ void test_full_backlog_rejects() {
         CHECK(server_channel.is_readable(30'000));
     }
     // The first request waits in the queue, so the second request finds the backlog full.
-    client_channel.expect_event(RDMA_CM_EVENT_REJECTED, 28);
+    client_channel.expect_event(RDMA_CM_EVENT_REJECTED, rejected_by_program_status);
     // The program has not taken the event of the first request. Destroying the listener rejects this request.
     CHECK(rdma_destroy_id(listener) == 0);
-    client_channel.expect_event(RDMA_CM_EVENT_REJECTED, 28);
+    client_channel.expect_event(RDMA_CM_EVENT_REJECTED, rejected_by_program_status);
     for (rdma_cm_id* client : clients) {
         rdma_destroy_qp(client);
         CHECK(rdma_destroy_id(client) == 0);
@@ -187,7 +188,7 @@ ibv_qp_state query_qp_state(rdma_cm_id* id) {
 }
 
 void test_disconnect_is_seen_by_both_sides() {
-    Pair pair;
+    ConnectionPair pair;
     pair.establish();
     CHECK(rdma_disconnect(pair.client) == 0 && query_qp_state(pair.client) == IBV_QPS_ERR);
     pair.server_channel.expect_event(RDMA_CM_EVENT_DISCONNECTED);
@@ -200,7 +201,7 @@ void test_disconnect_is_seen_by_both_sides() {
 }
 
 void test_destroyed_identifier_disconnects_its_peer() {
-    Pair pair;
+    ConnectionPair pair;
     pair.establish();
     rdma_destroy_qp(pair.client);
     CHECK(rdma_destroy_id(pair.client) == 0);

@@ -1,5 +1,5 @@
-// Tests of the software twin of librdmacm: identifiers of datagram queue pairs, with address resolution by the peer,
-// multicast groups, and injected failures.
+// Tests of the software twin of librdmacm: identifiers of datagram queue pairs, with requests for the address of a
+// peer's queue pair, multicast groups, and injected failures.
 #include "control/control.h"
 #include "tests/rdmacm_support.hpp"
 
@@ -9,6 +9,8 @@ namespace {
 
 constexpr std::size_t grh_bytes = 40, payload_bytes = 32;
 
+// A listener and a client of datagrams, each with its own channel. send_request() sends the request of the client and
+// takes its event.
 struct DatagramPair {
     EventChannel server_channel, client_channel;
     rdma_cm_id* listener = create_id(server_channel, RDMA_PS_UDP);
@@ -50,13 +52,13 @@ void post_receive(rdma_cm_id* id, const Buffer& buffer) {
 }
 
 // Send the pattern to the address in an event, and wait until the receiver has the pattern.
-void send_and_check(rdma_cm_id* from, const rdma_ud_param& address, rdma_cm_id* to, const Buffer& received) {
-    const Buffer sent(from->pd, payload_bytes);
-    fill_pattern(sent.bytes, payload_bytes);
+void send_and_check(rdma_cm_id* from, const rdma_ud_param& address, rdma_cm_id* to, const Buffer& received_buffer) {
+    const Buffer sent_buffer(from->pd, payload_bytes);
+    fill_pattern(sent_buffer.bytes, payload_bytes);
     ibv_ah_attr path = address.ah_attr;
     ibv_ah* const handle = ibv_create_ah(from->pd, &path);
     CHECK(handle != nullptr);
-    ibv_sge sge = sent.sge(0, payload_bytes);
+    ibv_sge sge = sent_buffer.sge(0, payload_bytes);
     ibv_send_wr request{};
     request.sg_list = &sge;
     request.num_sge = 1;
@@ -73,7 +75,7 @@ void send_and_check(rdma_cm_id* from, const rdma_ud_param& address, rdma_cm_id* 
         }
         CHECK(wc.status == IBV_WC_SUCCESS);
     }
-    CHECK(has_pattern(received.bytes + grh_bytes, payload_bytes));
+    CHECK(has_pattern(received_buffer.bytes + grh_bytes, payload_bytes));
     CHECK(ibv_destroy_ah(handle) == 0);
 }
 
@@ -82,14 +84,14 @@ void test_accepted_request_has_the_address_of_the_peer() {
     pair.send_request();
     create_datagram_queue_pair(pair.client);
     create_datagram_queue_pair(pair.server);
-    const Buffer received(pair.server->pd, grh_bytes + payload_bytes);
-    post_receive(pair.server, received);
+    const Buffer received_buffer(pair.server->pd, grh_bytes + payload_bytes);
+    post_receive(pair.server, received_buffer);
     rdma_conn_param parameters{};
     CHECK(rdma_accept(pair.server, &parameters) == 0);
     rdma_cm_event* const event = pair.client_channel.take_event(RDMA_CM_EVENT_ESTABLISHED);
     CHECK(event->param.ud.qp_num == pair.server->qp->qp_num && event->param.ud.qkey == udp_qkey);
     CHECK(event->param.ud.private_data_len == 136 && event->param.ud.ah_attr.is_global == 1);
-    send_and_check(pair.client, event->param.ud, pair.server, received);
+    send_and_check(pair.client, event->param.ud, pair.server, received_buffer);
     CHECK(rdma_ack_cm_event(event) == 0);
     CHECK(!pair.server_channel.is_readable(0)); // the accepting side sees no event
     CHECK_FAILS(rdma_disconnect(pair.client), EINVAL);
@@ -99,12 +101,12 @@ void test_failed_requests_have_the_status_of_the_reply() {
     DatagramPair pair;
     pair.send_request();
     CHECK(rdma_reject(pair.server, "no", 2) == 0);
-    pair.client_channel.expect_event(RDMA_CM_EVENT_UNREACHABLE, 2);
+    pair.client_channel.expect_event(RDMA_CM_EVENT_UNREACHABLE, 2); // IB_SIDR_REJECT
     rdma_cm_id* const id = create_id(pair.client_channel, RDMA_PS_UDP);
     resolve_address_and_route(pair.client_channel, id, "127.0.0.1", 7474);
     rdma_conn_param parameters{};
     CHECK(rdma_connect(id, &parameters) == 0);
-    pair.client_channel.expect_event(RDMA_CM_EVENT_UNREACHABLE, 1);
+    pair.client_channel.expect_event(RDMA_CM_EVENT_UNREACHABLE, 1); // IB_SIDR_UNSUPPORTED: no listener
     CHECK(rdma_destroy_id(id) == 0);
 }
 
@@ -123,9 +125,9 @@ void test_group_member_gets_messages_until_it_leaves() {
     rdma_cm_event* const event = channel.take_event(RDMA_CM_EVENT_MULTICAST_JOIN);
     CHECK(event->id == ids[0] && event->param.ud.private_data == &context && event->param.ud.qp_num == 0xffffff);
     {
-        const Buffer received(ids[0]->pd, grh_bytes + payload_bytes);
-        post_receive(ids[0], received);
-        send_and_check(ids[1], event->param.ud, ids[0], received);
+        const Buffer received_buffer(ids[0]->pd, grh_bytes + payload_bytes);
+        post_receive(ids[0], received_buffer);
+        send_and_check(ids[1], event->param.ud, ids[0], received_buffer);
     }
     CHECK(rdma_ack_cm_event(event) == 0);
     CHECK(rdma_leave_multicast(ids[0], group) == 0);

@@ -51,7 +51,7 @@ void test_endpoints_connect_and_disconnect() {
 void test_rejected_endpoint_is_refused() {
     rdma_cm_id* const client = create_endpoint("20002", 0);
     CHECK_FAILS(rdma_connect(client, nullptr), ECONNREFUSED);
-    CHECK(client->event->event == RDMA_CM_EVENT_REJECTED && client->event->status == 8);
+    CHECK(client->event->event == RDMA_CM_EVENT_REJECTED && client->event->status == no_listener_status);
     rdma_destroy_ep(client);
 }
 
@@ -74,13 +74,13 @@ void test_xrc_endpoints_exchange_a_message() {
         rdma_cm_id* id = nullptr;
         CHECK(rdma_get_request(listener, &id) == 0 && id->qp->qp_type == IBV_QPT_XRC_RECV);
         ibv_srq_init_attr attributes{nullptr, {1, 1, 0}};
-        std::uint32_t number = 0;
-        CHECK(rdma_create_srq(id, nullptr, &attributes) == 0 && ibv_get_srq_num(id->srq, &number) == 0);
+        std::uint32_t srq_number = 0;
+        CHECK(rdma_create_srq(id, nullptr, &attributes) == 0 && ibv_get_srq_num(id->srq, &srq_number) == 0);
         ibv_mr* const region = ibv_reg_mr(id->pd, received, sizeof received, IBV_ACCESS_LOCAL_WRITE);
         ibv_sge sge{reinterpret_cast<std::uint64_t>(received), sizeof received, region->lkey};
         ibv_recv_wr request{5, nullptr, &sge, 1}, *bad_request = nullptr;
         CHECK(ibv_post_srq_recv(id->srq, &request, &bad_request) == 0);
-        rdma_conn_param parameters = make_parameters(&number, sizeof number);
+        rdma_conn_param parameters = make_parameters(&srq_number, sizeof srq_number);
         CHECK(rdma_accept(id, &parameters) == 0);
         ibv_wc wc{};
         while (ibv_poll_cq(id->recv_cq, 1, &wc) == 0) {

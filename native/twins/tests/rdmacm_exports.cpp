@@ -13,7 +13,7 @@ namespace {
 
 using namespace gdrkit::twin;
 
-// A type by which the test can call every function, because unimplemented functions ignore their arguments.
+// A type with which the test can call every function, because unimplemented functions ignore their arguments.
 using AnyFunction = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
 
 // Return the names of the exported functions. Leave out the twin's control interface, and the names of symbol versions,

@@ -46,8 +46,9 @@ struct ServerProcess {
         CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
         socket = Fd(sockets[0]);
         const Fd server_socket(sockets[1]);
-        std::string program = "/proc/self/exe", number = std::to_string(sockets[1]), mode = accepts_client ? "1" : "0";
-        char* arguments[] = {program.data(), number.data(), mode.data(), nullptr};
+        std::string program = "/proc/self/exe", socket_text = std::to_string(sockets[1]),
+                    mode = accepts_client ? "1" : "0";
+        char* arguments[] = {program.data(), socket_text.data(), mode.data(), nullptr};
         posix_spawn_file_actions_t actions;
         posix_spawn_file_actions_init(&actions);
         posix_spawn_file_actions_addclose(&actions, sockets[0]);
@@ -100,7 +101,7 @@ void test_killed_listener_rejects_and_frees_its_port() {
     CHECK(rdma_connect(id, nullptr) == 0);
     CHECK(!channel.is_readable(50));
     server.kill_now();
-    channel.expect_event(RDMA_CM_EVENT_REJECTED, 28);
+    channel.expect_event(RDMA_CM_EVENT_REJECTED, rejected_by_program_status);
     CHECK(rdma_bind_addr(second_id, IpEndpoint("127.0.0.1", server.port)) == 0);
     rdma_destroy_qp(id);
     CHECK(rdma_destroy_id(id) == 0 && rdma_destroy_id(second_id) == 0);
@@ -108,12 +109,12 @@ void test_killed_listener_rejects_and_frees_its_port() {
 
 // Return the name of the socket on which the identifier listens, as list_listener_names() in rdmacm/ports.cpp forms it.
 std::string make_listener_name(rdma_cm_id* id) {
-    std::string name = "cm.";
+    std::string listener_name = "cm.";
     char digits[16];
     std::uint32_t hash = 0x811c9dc5U;
     for (const std::uint8_t byte : id->route.addr.addr.ibaddr.sgid.raw) {
         std::snprintf(digits, sizeof digits, "%02x", byte);
-        name += digits;
+        listener_name += digits;
     }
     std::uint8_t address[16]{};
     address[10] = address[11] = 0xff;
@@ -121,8 +122,9 @@ std::string make_listener_name(rdma_cm_id* id) {
     for (const std::uint8_t byte : address) {
         hash = (hash ^ byte) * 0x01000193U;
     }
-    std::snprintf(digits, sizeof digits, ".t%04x.%08x", ntohs(rdma_get_src_port(id)), hash);
-    return name + digits;
+    char port_and_hash[16];
+    std::snprintf(port_and_hash, sizeof port_and_hash, ".t%04x.%08x", ntohs(rdma_get_src_port(id)), hash);
+    return listener_name + port_and_hash;
 }
 
 // Return a valid request to this identifier, as the connection manager of a peer would send it.
@@ -141,21 +143,21 @@ wire::Message make_connect_request(rdma_cm_id* id) {
 }
 
 // Return whether the listener ends the connection without a reply.
-bool is_dropped(const std::string& name, const void* bytes, std::size_t size_bytes) {
-    const Fd peer(connect_to(name));
+bool is_dropped(const std::string& listener_name, const void* bytes, std::size_t size_bytes) {
+    const Fd peer(connect_to(listener_name));
     CHECK(peer && send_all(peer.get(), bytes, size_bytes));
     char reply = 0;
     return !recv_all(peer.get(), &reply, 1);
 }
 
 void test_malformed_requests_affect_no_other_peer() {
-    Pair pair;
-    const std::string name = make_listener_name(pair.listener);
-    const wire::Message valid = make_connect_request(pair.listener);
+    ConnectionPair pair;
+    const std::string listener_name = make_listener_name(pair.listener);
+    const wire::Message valid_request = make_connect_request(pair.listener);
     const auto drops_changed_request = [&](auto change) {
-        wire::Message message = valid;
+        wire::Message message = valid_request;
         change(&message);
-        return is_dropped(name, &message, sizeof message);
+        return is_dropped(listener_name, &message, sizeof message);
     };
     CHECK(drops_changed_request([](wire::Message* message) { message->magic ^= 1; }));
     CHECK(drops_changed_request([](wire::Message* message) { message->version = 2; }));
@@ -169,17 +171,17 @@ void test_malformed_requests_affect_no_other_peer() {
     CHECK(drops_changed_request([](wire::Message* message) { message->reserved[0] = 1; }));
     std::vector<Fd> silent_peers;
     for (int count = 0; count < 100; ++count) {
-        silent_peers.emplace_back(connect_to(name));
-        CHECK(silent_peers.back() && send_all(silent_peers.back().get(), &valid, sizeof valid / 2));
+        silent_peers.emplace_back(connect_to(listener_name));
+        CHECK(silent_peers.back() && send_all(silent_peers.back().get(), &valid_request, sizeof valid_request / 2));
     }
     pair.establish();
 }
 
 } // namespace
 
-int main(int count, char** arguments) {
+int main(int argument_count, char** arguments) {
     isolate_from_other_processes();
-    if (count > 2) {
+    if (argument_count > 2) {
         return run_server(std::atoi(arguments[1]), arguments[2][0] == '1');
     }
     test_killed_peer_disconnects();

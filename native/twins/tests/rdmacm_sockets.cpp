@@ -22,6 +22,7 @@ struct Streams {
     explicit Streams(int io_mapping_count = 0) {
         CHECK(listener >= 0 && client >= 0);
         for (const int socket : {listener, client}) {
+            // The level SOL_RDMA and the option RDMA_IOMAPSIZE of rsocket.h.
             CHECK(rsetsockopt(socket, 0x10000, 3, &io_mapping_count, sizeof io_mapping_count) == 0);
         }
         IpEndpoint address("127.0.0.1");
@@ -66,18 +67,19 @@ void test_bytes_arrive_in_both_directions_at_once() {
 }
 
 void test_bytes_move_over_the_queue_pairs_of_the_twin() {
-    using Ledger = int (*)(char*, std::size_t);
+    using ReadLedger = int (*)(char*, std::size_t);
     Streams streams;
     std::thread sender([&] { send_pattern(streams.client, large_bytes); });
     expect_pattern(streams.server, large_bytes);
     sender.join();
     const auto read_ledger =
-        reinterpret_cast<Ledger>(dlsym(dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW), "gdrkit_twin_ledger"));
+        reinterpret_cast<ReadLedger>(dlsym(dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW), "gdrkit_twin_ledger"));
     std::string ledger_json(65536, '\0');
     read_ledger(ledger_json.data(), ledger_json.size());
-    const std::size_t key_position = ledger_json.find("\"send_bytes\":");
+    constexpr std::string_view key = "\"send_bytes\":";
+    const std::size_t key_position = ledger_json.find(key);
     CHECK(key_position != std::string::npos &&
-          std::strtoull(ledger_json.c_str() + key_position + 13, nullptr, 10) >= large_bytes);
+          std::strtoull(ledger_json.c_str() + key_position + key.size(), nullptr, 10) >= large_bytes);
 }
 
 void test_end_of_data_is_seen_after_the_data() {

@@ -14,6 +14,9 @@ namespace gdrkit::twin::tests {
 
 using namespace gdrkit::twin::rdmacm;
 
+// Statuses of RDMA_CM_EVENT_REJECTED: IB_CM_REJ_INVALID_SERVICE_ID and IB_CM_REJ_CONSUMER_DEFINED.
+constexpr int no_listener_status = 8, rejected_by_program_status = 28;
+
 // An IPv4 or IPv6 address with a port.
 struct IpEndpoint {
     sockaddr_storage storage{};
@@ -124,14 +127,14 @@ inline rdma_conn_param make_parameters(const void* data, std::size_t size_bytes)
 
 // A listener and a client identifier, each with its own channel. The client has a queue pair and a resolved route to
 // the listener. send_request() sends the connection request and takes its event. establish() also accepts the request.
-struct Pair {
+struct ConnectionPair {
     EventChannel server_channel, client_channel;
     rdma_cm_id* listener = create_id(server_channel);
     rdma_cm_id* client = create_id(client_channel);
     rdma_cm_id* server = nullptr;
     std::uint16_t port = 0;
 
-    explicit Pair(const char* address = "127.0.0.1") {
+    explicit ConnectionPair(const char* address = "127.0.0.1") {
         port = listen_on_address(listener, address);
         resolve_address_and_route(client_channel, client, address, port);
         create_queue_pair(client);
@@ -151,7 +154,7 @@ struct Pair {
         client_channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
         server_channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
     }
-    ~Pair() {
+    ~ConnectionPair() {
         for (rdma_cm_id* id : {client, server, listener}) {
             if (id != nullptr) {
                 rdma_destroy_qp(id);
@@ -159,8 +162,8 @@ struct Pair {
             }
         }
     }
-    Pair(const Pair&) = delete;
-    Pair& operator=(const Pair&) = delete;
+    ConnectionPair(const ConnectionPair&) = delete;
+    ConnectionPair& operator=(const ConnectionPair&) = delete;
 };
 
 } // namespace gdrkit::twin::tests

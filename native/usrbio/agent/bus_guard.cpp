@@ -17,10 +17,10 @@ namespace gdrkit::usrbio::agent {
 namespace {
 
 std::uintptr_t page_bytes; // Set before the handler is installed, because a signal handler must not call sysconf.
-std::array<GuardedRange, 65536> ranges;
+std::array<GuardedRange, 65536> guarded_ranges;
 std::atomic<std::size_t> ranges_end{0}; // All used entries are below this index.
 std::mutex allocation_lock;
-std::size_t first_free = 0; // All entries below this index are used. Protected by allocation_lock.
+std::size_t free_search_begin = 0; // All entries below this index are used. Protected by allocation_lock.
 struct sigaction previous_action;
 
 // Uses only operations that are allowed in a signal handler: atomics and the mmap system call.
@@ -28,16 +28,17 @@ void on_bus_error(int signal_number, siginfo_t* info, void* context) {
     const int saved_errno = errno;
     const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
     const std::size_t search_end = ranges_end.load(std::memory_order_acquire);
-    bool is_guarded = false; // Several ranges contain the address if an iov has borrowers.
+    // The search goes on after a match, because ranges of several clients may contain the address.
+    bool is_guarded = false;
     for (std::size_t index = 0; index < search_end; ++index) {
-        GuardedRange& range = ranges[index];
+        GuardedRange& range = guarded_ranges[index];
         const std::uintptr_t begin = range.begin.load(std::memory_order_acquire);
         if (begin == 0 || address < begin || address >= range.end.load(std::memory_order_acquire))
             continue;
         void* page = reinterpret_cast<void*>(address & ~(page_bytes - 1));
         if (!is_guarded && mmap(page, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
                                 0) == MAP_FAILED)
-            break;
+            break; // Without a page, the access would fail again. Handle the address as unguarded.
         range.has_bus_error.store(true, std::memory_order_relaxed);
         is_guarded = true;
     }
@@ -73,19 +74,19 @@ void install_handler() {
 BusGuard::BusGuard(void* base, std::size_t length, Purpose purpose) : range_(nullptr) {
     install_handler();
     const std::lock_guard lock(allocation_lock);
-    const std::size_t allowed_end = purpose == Purpose::buffer ? ranges.size() / 2 : ranges.size();
-    for (std::size_t index = first_free; index < allowed_end; ++index) {
-        GuardedRange& range = ranges[index];
+    const std::size_t allowed_end = purpose == Purpose::buffer ? guarded_ranges.size() / 2 : guarded_ranges.size();
+    for (std::size_t index = free_search_begin; index < allowed_end; ++index) {
+        GuardedRange& range = guarded_ranges[index];
         if (range.begin.load(std::memory_order_relaxed) != 0)
             continue;
         range.has_bus_error.store(false, std::memory_order_relaxed);
         const auto begin = reinterpret_cast<std::uintptr_t>(base);
         range.end.store(begin + length, std::memory_order_release);
-        range.begin.store(begin, std::memory_order_release);
+        range.begin.store(begin, std::memory_order_release); // Last, because it puts the entry into use.
         if (index >= ranges_end.load(std::memory_order_relaxed))
             ranges_end.store(index + 1, std::memory_order_release);
         range_ = &range;
-        first_free = index + 1;
+        free_search_begin = index + 1;
         return;
     }
     throw std::bad_alloc();
@@ -94,7 +95,7 @@ BusGuard::BusGuard(void* base, std::size_t length, Purpose purpose) : range_(nul
 BusGuard::~BusGuard() {
     const std::lock_guard lock(allocation_lock);
     range_->begin.store(0, std::memory_order_release);
-    first_free = std::min(first_free, static_cast<std::size_t>(range_ - ranges.data()));
+    free_search_begin = std::min(free_search_begin, static_cast<std::size_t>(range_ - guarded_ranges.data()));
 }
 
 } // namespace gdrkit::usrbio::agent

@@ -10,6 +10,7 @@
 
 namespace gdrkit::usrbio::agent {
 
+// An entry of the table of all guarded ranges, which the handler searches.
 struct GuardedRange {
     std::atomic<std::uintptr_t> begin{0}; // 0: the entry is free.
     std::atomic<std::uintptr_t> end{0};

@@ -44,10 +44,10 @@ std::size_t Connection::queue(std::span<const storage::Operation> operations) {
         header.sequence = ++sequence_;
         header.payload_crc32c = crc32c(batch.data(), batch.size_bytes());
         header.header_crc32c = crc32c(&header, offsetof(storage::FrameHeader, header_crc32c));
-        const auto* head = reinterpret_cast<const std::byte*>(&header);
-        const auto* body = reinterpret_cast<const std::byte*>(batch.data());
-        output_.insert(output_.end(), head, head + sizeof header);
-        output_.insert(output_.end(), body, body + batch.size_bytes());
+        const auto* header_bytes = reinterpret_cast<const std::byte*>(&header);
+        const auto* payload_bytes = reinterpret_cast<const std::byte*>(batch.data());
+        output_.insert(output_.end(), header_bytes, header_bytes + sizeof header);
+        output_.insert(output_.end(), payload_bytes, payload_bytes + batch.size_bytes());
         ++frame_count;
     }
     return frame_count;
@@ -55,14 +55,14 @@ std::size_t Connection::queue(std::span<const storage::Operation> operations) {
 
 bool Connection::flush() {
     while (has_backlog()) {
-        const ssize_t sent = ::send(socket_.get(), output_.data() + sent_bytes_, output_.size() - sent_bytes_,
-                                    MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent < 0) {
+        const ssize_t byte_count = ::send(socket_.get(), output_.data() + sent_bytes_, output_.size() - sent_bytes_,
+                                          MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (byte_count < 0) {
             if (errno == EINTR)
                 continue;
             return errno == EAGAIN || errno == EWOULDBLOCK;
         }
-        sent_bytes_ += static_cast<std::size_t>(sent);
+        sent_bytes_ += static_cast<std::size_t>(byte_count);
     }
     output_.clear();
     sent_bytes_ = 0;
@@ -78,23 +78,23 @@ bool Connection::receive(const std::function<bool(const storage::Result&)>& hand
             input_end_ -= input_begin_;
             input_begin_ = 0;
         }
-        const std::size_t space = input_.size() - input_end_;
-        const ssize_t received = ::recv(socket_.get(), input_.data() + input_end_, space, MSG_DONTWAIT);
-        if (received < 0 && errno == EINTR)
+        const std::size_t free_bytes = input_.size() - input_end_;
+        const ssize_t byte_count = ::recv(socket_.get(), input_.data() + input_end_, free_bytes, MSG_DONTWAIT);
+        if (byte_count < 0 && errno == EINTR)
             continue;
-        if (received < 0)
+        if (byte_count < 0)
             return errno == EAGAIN || errno == EWOULDBLOCK;
-        if (received == 0)
+        if (byte_count == 0)
             return false;
-        input_end_ += static_cast<std::size_t>(received);
-        if (!parse(handle_result))
+        input_end_ += static_cast<std::size_t>(byte_count);
+        if (!parse_frames(handle_result))
             return false;
-        if (static_cast<std::size_t>(received) < space)
+        if (static_cast<std::size_t>(byte_count) < free_bytes)
             return true; // The socket is empty, or poll() will report the remaining bytes.
     }
 }
 
-bool Connection::parse(const std::function<bool(const storage::Result&)>& handle_result) {
+bool Connection::parse_frames(const std::function<bool(const storage::Result&)>& handle_result) {
     while (input_end_ - input_begin_ >= sizeof(storage::FrameHeader)) {
         storage::FrameHeader header;
         std::memcpy(&header, input_.data() + input_begin_, sizeof header);
@@ -117,9 +117,9 @@ bool Connection::parse(const std::function<bool(const storage::Result&)>& handle
     return true;
 }
 
-bool Connection::parse_results(std::span<const std::byte> payload, std::uint32_t count,
+bool Connection::parse_results(std::span<const std::byte> payload, std::uint32_t results_count,
                                const std::function<bool(const storage::Result&)>& handle_result) {
-    for (std::uint32_t index = 0; index < count; ++index) {
+    for (std::uint32_t index = 0; index < results_count; ++index) {
         storage::Result result;
         std::memcpy(&result, payload.data() + index * sizeof result, sizeof result);
         if (result.holes != 0 || !handle_result(result))

@@ -31,8 +31,8 @@ public:
     bool receive(const std::function<bool(const storage::Result&)>& handle_result);
 
 private:
-    bool parse(const std::function<bool(const storage::Result&)>& handle_result);
-    bool parse_results(std::span<const std::byte> payload, std::uint32_t count,
+    bool parse_frames(const std::function<bool(const storage::Result&)>& handle_result);
+    bool parse_results(std::span<const std::byte> payload, std::uint32_t results_count,
                        const std::function<bool(const storage::Result&)>& handle_result);
 
     Descriptor socket_;

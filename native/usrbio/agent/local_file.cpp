@@ -20,14 +20,15 @@ using storage::Sum;
 using storage::SumState;
 
 constexpr std::size_t chunk_bytes_min = 4096;
-// A piece has whole chunks, and a part of one more chunk at each end.
+// A piece may consist of whole chunks and a part of one more chunk at each end.
 static_assert(local_piece_bytes_max / chunk_bytes_min + 2 <= storage::SumsReader::sums_per_read_max);
 
 bool is_zero(std::span<const std::byte> bytes) {
     return std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{0}; });
 }
 
-// Returns whether a chunk has its checksum. `bytes` are all bytes of the chunk, and `crc` is the CRC of all of them.
+// Returns whether the bytes of a chunk match its checksum. A chunk whose checksum is unknown matches. `bytes` are all
+// bytes of the chunk, and `crc` is their CRC.
 bool matches_sum(const Sum& sum, std::span<const std::byte> bytes, std::uint32_t crc) {
     if (sum.state != SumState::valid)
         return sum.state == SumState::unknown;
@@ -39,26 +40,26 @@ bool matches_sum(const Sum& sum, std::span<const std::byte> bytes, std::uint32_t
 
 } // namespace
 
-LocalStore::LocalStore(Descriptor sums, Descriptor generation_memory) : sums_folder(std::move(sums)) {
+LocalStore::LocalStore(Descriptor folder, Descriptor generation_memory) : sums_folder(std::move(folder)) {
     if (const int status = generation.open(generation_memory.get(), false); status != 0)
         throw std::system_error(-status, std::generic_category(), "the counter of the checksums cannot be read");
 }
 
 LocalFile::LocalFile(Descriptor file, std::shared_ptr<LocalStore> store)
     : file_(std::move(file)), store_(std::move(store)) {
-    const std::string name = "/proc/self/fd/" + std::to_string(file_.get());
+    const std::string path = "/proc/self/fd/" + std::to_string(file_.get());
     // O_NONBLOCK: open() does not wait for the owner of a file lease. The second try is without O_NOATIME, which the
     // kernel may refuse.
-    for (const int flags : {O_NOATIME, 0})
+    for (const int extra_flag : {O_NOATIME, 0})
         if (!helper_file_)
-            helper_file_ = Descriptor(::open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | flags));
+            helper_file_ = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | extra_flag));
     ++store_->files_count;
     update_sums();
 }
 
-// Opens the checksum file again in two cases. The server may have created it since the last call. Or it was unusable:
-// then the server has executed the last read, so the sums are now in the page cache and belong to the file. Returns
-// whether the sums are known.
+// Opens the checksum file again if the server may have created it since the last call, or if it was unusable. An
+// unusable file is tried again because the server has executed the last read, so the sums are now in the page cache and
+// belong to the file. Returns false if the file is still unusable.
 bool LocalFile::update_sums() {
     const std::uint64_t generation = store_->generation.get();
     if (generation != generation_ || sums_state_ == SumsState::unusable) {
@@ -81,18 +82,18 @@ bool LocalFile::match_sums(std::uint64_t offset, std::span<const std::byte> byte
     if (!sums_.read(first_chunk, {sums.data(), (offset + bytes.size() - 1) / chunk_bytes - first_chunk + 1}))
         return false;
     const Sum* sum = sums.data();
-    if (offset % chunk_bytes != 0) {
+    if (offset % chunk_bytes != 0) { // The bytes begin inside a chunk, which can match only if it has no sum.
         if (sum++->state != SumState::unknown)
             return false;
         bytes = bytes.subspan(std::min<std::size_t>(bytes.size(), chunk_bytes - offset % chunk_bytes));
     }
     std::array<std::uint32_t, local_piece_bytes_max / chunk_bytes_min> crcs;
-    const std::size_t count = bytes.size() / chunk_bytes;
-    storage::crc32c_chunks(bytes.data(), chunk_bytes, count, crcs.data());
-    for (std::size_t index = 0; index < count; ++index)
+    const std::size_t chunk_count = bytes.size() / chunk_bytes;
+    storage::crc32c_chunks(bytes.data(), chunk_bytes, chunk_count, crcs.data());
+    for (std::size_t index = 0; index < chunk_count; ++index)
         if (!matches_sum(*sum++, bytes.subspan(index * chunk_bytes, chunk_bytes), crcs[index]))
             return false;
-    const std::span<const std::byte> last_bytes = bytes.subspan(count * chunk_bytes);
+    const std::span<const std::byte> last_bytes = bytes.subspan(chunk_count * chunk_bytes);
     return last_bytes.empty() || matches_sum(*sum, last_bytes, storage::crc32c(last_bytes.data(), last_bytes.size()));
 }
 

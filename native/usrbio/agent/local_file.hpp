@@ -15,9 +15,9 @@ namespace gdrkit::usrbio::agent {
 
 // The checksums of a store whose storage server runs on this machine.
 struct LocalStore {
-    // `sums`: the folder of the checksum files. `generation_memory`: the shared memory of the server's counter; see
+    // `folder`: the folder of the checksum files. `generation_memory`: the shared memory of the server's counter; see
     // storage::SumsGeneration. Throws std::system_error if the memory cannot be mapped.
-    LocalStore(Descriptor sums, Descriptor generation_memory);
+    LocalStore(Descriptor folder, Descriptor generation_memory);
 
     Descriptor sums_folder;
     storage::SumsGeneration generation;
@@ -29,9 +29,9 @@ struct LocalStore {
 
 // Largest number of bytes of a local read. It is limited, because the other rings wait while the loop reads.
 inline constexpr std::size_t local_read_bytes_max = std::size_t{4} * 1024 * 1024;
-// Largest number of bytes of a piece. A piece is verified before the next piece is read, while its bytes are still in
-// the cache of the processor. The number is a multiple of every chunk size. In the file, each piece except the first of
-// a read begins at a multiple of this number.
+// Largest number of bytes of a piece. A read is divided into pieces. A piece is verified before the next piece is read,
+// while its bytes are still in the cache of the processor. The number is a multiple of every chunk size. In the file,
+// each piece except the first of a read begins at a multiple of this number.
 inline constexpr std::size_t local_piece_bytes_max = 128 * 1024;
 
 // A file of the store.
@@ -51,13 +51,13 @@ public:
     // Completes one piece of a prepared read, at most local_piece_bytes_max bytes: reads the missing bytes, and
     // verifies the checksums. `first_count`: the result of storage::read_cached() for the piece. Returns the number of
     // bytes, which is less than requested at the end of the file. The storage server has to execute the read if a disk
-    // must be read, a checksum does not match, or the memory is gone. Then returns the bitwise complement of the number
-    // of copied bytes, which is negative.
+    // must be read, a checksum does not match, or `destination` is no longer mapped. In these cases, returns the
+    // bitwise complement of the number of copied bytes, which is negative.
     std::int64_t complete_piece(std::uint64_t offset, std::span<std::byte> destination,
                                 std::int64_t first_count) const noexcept;
 
     // One descriptor is for the thread of the loop, the other for its helper. If both threads used one open file, reads
-    // would take a sixth longer, because both write to the kernel's object of that file.
+    // would take a sixth longer, because both threads would write to the kernel's object of that open file.
     int fd() const noexcept { return file_.get(); }
     int helper_fd() const noexcept { return helper_file_ ? helper_file_.get() : file_.get(); }
 
@@ -70,6 +70,8 @@ private:
     std::shared_ptr<LocalStore> store_;
     storage::SumsReader sums_;
     std::uint64_t generation_ = 0;
+    // `none`: the file has no checksums. `unusable`: sums_.open() failed, so it is not known which checksums the file
+    // has.
     enum class SumsState : std::uint8_t { none, open, unusable } sums_state_ = SumsState::unusable;
     mutable std::atomic<bool> is_nowait_unsupported_{false}; // The file system does not support RWF_NOWAIT.
 };

@@ -1,4 +1,4 @@
-// The execution of a batch of local reads by one or two threads.
+// Executes a batch of local reads in one or two threads: divides the reads into pieces, and the pieces into groups.
 #include "usrbio/agent/local_reader.hpp"
 
 #include <sys/stat.h>
@@ -13,10 +13,11 @@
 namespace gdrkit::usrbio::agent {
 namespace {
 
-// A thread takes pieces of about this size at once: a handover between the threads takes some tenths of a microsecond,
-// and a system call for several reads takes less time than one for each.
+// Smallest size of a group of pieces, except of the last group. A thread takes a whole group at once: a handover
+// between the threads takes some tenths of a microsecond, and a system call for several reads takes less time than one
+// for each.
 constexpr std::uint64_t group_bytes_min = 32 * 1024;
-// Size of a batch from which the helper takes a part. For fewer bytes, the handovers cost more than they save.
+// The helper takes a part of each batch of at least this size. For fewer bytes, the handovers cost more than they save.
 constexpr std::uint64_t shared_bytes_min = 128 * 1024;
 
 std::int64_t read_by_call(const CachedRead& read) noexcept {
@@ -44,26 +45,26 @@ bool LocalReader::add(LocalFile& file, std::uint64_t offset, std::span<std::byte
     requested_bytes_ += destination.size();
     const std::size_t first_piece = pieces_.size();
     while (!destination.empty()) {
-        const auto piece =
+        const auto piece_destination =
             destination.first(std::min(destination.size(), local_piece_bytes_max - offset % local_piece_bytes_max));
         pieces_.push_back({&file, reads_.size(), 0});
-        cached_reads_.push_back({-1, offset, piece, 0});
+        cached_reads_.push_back({-1, offset, piece_destination, 0});
         if (group_ends_.empty() || last_group_bytes_ >= group_bytes_min) {
             group_ends_.push_back(0);
             last_group_bytes_ = 0;
         }
         group_ends_.back() = pieces_.size();
-        last_group_bytes_ += piece.size();
-        offset += piece.size();
-        destination = destination.subspan(piece.size());
+        last_group_bytes_ += piece_destination.size();
+        offset += piece_destination.size();
+        destination = destination.subspan(piece_destination.size());
     }
     reads_.push_back({first_piece, pieces_.size() - first_piece, false});
     return true;
 }
 
-// Returns whether the read of a piece has failed. Both threads use it.
-std::atomic_ref<bool> LocalReader::has_failed(std::size_t piece) noexcept {
-    return std::atomic_ref(reads_[pieces_[piece].read].has_failed);
+// Returns the flag which says that the read of a piece has failed. Both threads access the flag.
+std::atomic_ref<bool> LocalReader::failure_flag(std::size_t piece_index) noexcept {
+    return std::atomic_ref(reads_[pieces_[piece_index].read_index].has_failed);
 }
 
 std::uint64_t LocalReader::run(int application_processor) {
@@ -73,13 +74,13 @@ std::uint64_t LocalReader::run(int application_processor) {
         // An application reads into the same memory again and again, in ascending or descending order. In both cases
         // this thread reads into the lower addresses and the helper into the higher ones, so that most of this memory
         // stays in the cache of one processor.
-        const std::size_t count = group_ends_.size();
+        const std::size_t group_count = group_ends_.size();
         const bool is_descending = cached_reads_.front().destination.data() > cached_reads_.back().destination.data();
         const auto read_group = [&](std::size_t index, bool is_helper) {
-            const std::size_t group = is_descending ? count - 1 - index : index;
+            const std::size_t group = is_descending ? group_count - 1 - index : index;
             read_pieces(group == 0 ? 0 : group_ends_[group - 1], group_ends_[group], is_helper);
         };
-        helper_.run(count, application_processor, std::ref(read_group)); // A reference needs no allocation.
+        helper_.run(group_count, application_processor, std::ref(read_group)); // std::ref avoids an allocation.
     }
     std::uint64_t copied_bytes = 0;
     for (const Piece& piece : pieces_)
@@ -88,19 +89,19 @@ std::uint64_t LocalReader::run(int application_processor) {
 }
 
 void LocalReader::read_pieces(std::size_t begin, std::size_t end, bool is_helper) {
-    // The other pieces of a long read are not needed after one has failed.
-    if (end - begin == 1 && has_failed(begin).load(std::memory_order_relaxed))
+    // A group of one piece belongs to a long read. If another piece of that read has failed, the piece is not needed.
+    if (end - begin == 1 && failure_flag(begin).load(std::memory_order_relaxed))
         return;
-    for (std::size_t next = begin; next < end; begin = next) {
-        next = std::min(end, begin + ReadRing::reads_max);
-        const std::span reads = std::span(cached_reads_).subspan(begin, next - begin);
-        for (std::size_t index = begin; index < next; ++index)
+    for (std::size_t batch_end = begin; batch_end < end; begin = batch_end) {
+        batch_end = std::min(end, begin + ReadRing::reads_max);
+        const std::span reads = std::span(cached_reads_).subspan(begin, batch_end - begin);
+        for (std::size_t index = begin; index < batch_end; ++index)
             cached_reads_[index].file = is_helper ? pieces_[index].file->helper_fd() : pieces_[index].file->fd();
         // One read by io_uring takes longer than one by its own system call.
         if (reads.size() == 1 || !read_by_ring(rings_[is_helper ? 1 : 0], reads))
             for (CachedRead& read : reads)
                 read.result = read_by_call(read);
-        for (std::size_t index = begin; index < next; ++index)
+        for (std::size_t index = begin; index < batch_end; ++index)
             complete_piece(index);
     }
 }
@@ -110,30 +111,32 @@ void LocalReader::complete_piece(std::size_t index) {
     Piece& piece = pieces_[index];
     piece.result = piece.file->complete_piece(read.offset, read.destination, read.result);
     if (piece.result < 0)
-        has_failed(index).store(true, std::memory_order_relaxed);
+        failure_flag(index).store(true, std::memory_order_relaxed);
 }
 
 std::optional<std::int64_t> LocalReader::result(std::size_t index) const noexcept {
     const Read& read = reads_[index];
     if (read.has_failed)
         return std::nullopt;
-    std::uint64_t done = 0;
-    bool has_ended = false;
-    for (std::size_t piece = read.first_piece; piece < read.first_piece + read.pieces_count; ++piece) {
-        const std::int64_t count = pieces_[piece].result;
-        // The file ended before this piece. If the piece has bytes all the same, the file grew meanwhile.
-        if (has_ended && count != 0)
+    std::uint64_t read_bytes = 0;
+    bool has_file_ended = false;
+    for (std::size_t piece_index = read.first_piece; piece_index < read.first_piece + read.pieces_count;
+         ++piece_index) {
+        const std::int64_t count = pieces_[piece_index].result;
+        // If the file had ended before this piece, but the piece has bytes, the file grew meanwhile.
+        if (has_file_ended && count != 0)
             return std::nullopt;
-        done += static_cast<std::uint64_t>(count);
-        has_ended = count != static_cast<std::int64_t>(cached_reads_[piece].destination.size());
+        read_bytes += static_cast<std::uint64_t>(count);
+        has_file_ended = count != static_cast<std::int64_t>(cached_reads_[piece_index].destination.size());
     }
-    // The helper may have found the end of the file before the file grew and this thread read the earlier pieces.
+    // The helper may have found the end of the file before the file grew and this thread read the earlier pieces. So
+    // compare the end with the size of the file again.
     struct stat attributes {};
-    if (has_ended && read.pieces_count > 1 &&
+    if (has_file_ended && read.pieces_count > 1 &&
         (fstat(pieces_[read.first_piece].file->fd(), &attributes) != 0 ||
-         static_cast<std::uint64_t>(attributes.st_size) > cached_reads_[read.first_piece].offset + done))
+         static_cast<std::uint64_t>(attributes.st_size) > cached_reads_[read.first_piece].offset + read_bytes))
         return std::nullopt;
-    return static_cast<std::int64_t>(done);
+    return static_cast<std::int64_t>(read_bytes);
 }
 
 void LocalReader::clear() noexcept {

@@ -18,7 +18,7 @@ namespace gdrkit::usrbio::agent {
 namespace {
 
 // With operations in flight, each pass that did work and every 4th idle pass checks the socket for results. Without
-// them, only every 64th pass checks the socket, to notice the end of the connection.
+// operations in flight, only every 64th pass checks the socket, to notice the end of the connection.
 constexpr unsigned passes_per_receive = 4;
 constexpr unsigned passes_per_check = 64;
 // With operations in flight the loop spins four times longer, because a result will come soon.
@@ -40,14 +40,14 @@ void limit_arenas() noexcept {
     mallopt(M_ARENA_MAX, 2);
 }
 
-Loop::Loop(const Options& options, const std::array<std::string, priority_class_count>& semaphores)
+Loop::Loop(const Options& options, const std::array<std::string, priority_class_count>& semaphore_names)
     : options_(options), wake_event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (!wake_event_)
         throw_error(errno, "eventfd failed");
     in_flight_.resize(options_.outstanding_max);
     for (std::size_t index = in_flight_.size(); index-- > 0;)
         free_indices_.push_back(static_cast<std::uint32_t>(index));
-    watcher_ = std::make_unique<SemaphoreWatcher>(semaphores, wake_event_.get());
+    watcher_ = std::make_unique<SemaphoreWatcher>(semaphore_names, wake_event_.get());
     thread_ = std::thread(&Loop::run, this);
 }
 
@@ -75,7 +75,7 @@ void Loop::wake() noexcept {
     [[maybe_unused]] const ssize_t written_bytes = ::write(wake_event_.get(), &increment, sizeof increment);
 }
 
-template <class Function> auto Loop::run_in_thread(Function function) -> std::invoke_result_t<Function> {
+template <class Function> auto Loop::run_in_loop_thread(Function function) -> std::invoke_result_t<Function> {
     auto task = std::make_shared<std::packaged_task<std::invoke_result_t<Function>()>>(std::move(function));
     auto result = task->get_future();
     {
@@ -110,42 +110,43 @@ Client& Loop::find_client(std::uint64_t client_number) {
     return *entry->second;
 }
 
-void Loop::add_client(std::uint64_t client) {
-    run_in_thread([&] {
+void Loop::add_client(std::uint64_t client_number) {
+    run_in_loop_thread([&] {
         auto new_client = std::make_unique<Client>();
-        new_client->number = client;
-        if (!clients_.emplace(client, std::move(new_client)).second)
+        new_client->number = client_number;
+        if (!clients_.emplace(client_number, std::move(new_client)).second)
             throw_error(EEXIST, "the client exists already");
     });
 }
 
-void Loop::remove_client(std::uint64_t client) {
-    run_in_thread([&] {
-        const Client& removed_client = find_client(client);
+void Loop::remove_client(std::uint64_t client_number) {
+    run_in_loop_thread([&] {
+        const Client& removed_client = find_client(client_number);
         if (!removed_client.buffers.empty() || !removed_client.files.empty() || !removed_client.rings.empty())
             throw_error(EBUSY, "the client still has buffers, files or rings");
-        clients_.erase(client);
+        clients_.erase(client_number);
     });
 }
 
-void Loop::add_buffer(std::uint64_t client, const BufferSpec& spec) {
+void Loop::add_buffer(std::uint64_t client_number, const BufferSpec& spec) {
     auto buffer = std::make_unique<Buffer>();
     buffer->spec = spec;
     if (spec.mapping != 0) {
         try {
             buffer->guard = std::make_unique<BusGuard>(reinterpret_cast<void*>(spec.mapping), spec.length,
                                                        BusGuard::Purpose::buffer);
-        } catch (const std::bad_alloc&) { // There are too many ranges. The server executes all reads.
+        } catch (
+            const std::bad_alloc&) { // The table of ranges is full, so the server executes all reads into this buffer.
         }
     }
-    run_in_thread([&] {
-        if (!find_client(client).buffers.emplace(spec.id, std::move(buffer)).second)
+    run_in_loop_thread([&] {
+        if (!find_client(client_number).buffers.emplace(spec.id, std::move(buffer)).second)
             throw_error(EEXIST, "the buffer exists already");
     });
 }
 
-void Loop::set_local_store(Descriptor sums_folder, Descriptor generation) {
-    auto store = std::make_shared<LocalStore>(std::move(sums_folder), std::move(generation));
+void Loop::set_local_store(Descriptor sums_folder, Descriptor generation_memory) {
+    auto store = std::make_shared<LocalStore>(std::move(sums_folder), std::move(generation_memory));
     rlimit open_files{};
     if (getrlimit(RLIMIT_NOFILE, &open_files) != 0)
         throw_error(errno, "getrlimit failed");
@@ -155,18 +156,18 @@ void Loop::set_local_store(Descriptor sums_folder, Descriptor generation) {
     local_store_ = std::move(store);
 }
 
-void Loop::set_file(std::uint64_t client, const FileSpec& spec, Descriptor descriptor) {
-    std::unique_ptr<LocalFile> local;
+void Loop::set_file(std::uint64_t client_number, const FileSpec& spec, Descriptor descriptor) {
+    std::unique_ptr<LocalFile> local_file;
     if (descriptor) {
         std::unique_lock lock(commands_lock_);
         const std::shared_ptr<LocalStore> store = local_store_;
         lock.unlock();
         // The caller's thread creates the LocalFile, because its constructor may read a disk.
         if (store && store->files_count < store->files_max)
-            local = std::make_unique<LocalFile>(std::move(descriptor), store);
+            local_file = std::make_unique<LocalFile>(std::move(descriptor), store);
     }
-    run_in_thread([&] {
-        auto& file = find_client(client).files[spec.inode];
+    run_in_loop_thread([&] {
+        auto& file = find_client(client_number).files[spec.inode];
         if (file && file->is_closing)
             throw_error(EBUSY, "the file is being removed");
         if (!file)
@@ -174,13 +175,13 @@ void Loop::set_file(std::uint64_t client, const FileSpec& spec, Descriptor descr
         file->spec = spec;
         // The thread of the caller closes the old LocalFile, because a close that frees the blocks of a deleted file
         // takes long.
-        std::swap(file->local_file, local);
+        std::swap(file->local_file, local_file);
     });
 }
 
-void Loop::add_ring(std::uint64_t client, const RingSpec& spec, int fd) {
-    run_in_thread([&] {
-        Client& owner = find_client(client);
+void Loop::add_ring(std::uint64_t client_number, const RingSpec& spec, int fd) {
+    run_in_loop_thread([&] {
+        Client& owner = find_client(client_number);
         if (owner.rings.contains(spec.id))
             throw_error(EEXIST, "the ring exists already");
         auto ring = std::make_unique<Ring>(owner, spec, fd);
@@ -190,54 +191,55 @@ void Loop::add_ring(std::uint64_t client, const RingSpec& spec, int fd) {
     });
 }
 
-// Executes `remove` in the loop's thread. If `remove` returns a promise, waits until it is fulfilled.
+// Executes `remove` in the loop's thread. If `remove` returns a promise, waits at most `timeout` until the promise is
+// fulfilled. Returns whether the object has been removed.
 bool Loop::remove_and_wait(const std::function<DrainPromise()>& remove, std::chrono::milliseconds timeout) {
-    const DrainPromise promise = run_in_thread(remove);
+    const DrainPromise promise = run_in_loop_thread(remove);
     return !promise || promise->get_future().wait_for(timeout) == std::future_status::ready;
 }
 
-bool Loop::remove_buffer(std::uint64_t client, const Id& id, std::chrono::milliseconds timeout) {
+bool Loop::remove_buffer(std::uint64_t client_number, const Id& id, std::chrono::milliseconds timeout) {
     return remove_and_wait(
         [&]() -> DrainPromise {
-            auto& buffers = find_client(client).buffers;
+            auto& buffers = find_client(client_number).buffers;
             const auto entry = buffers.find(id);
             if (entry == buffers.end())
                 return nullptr;
             Buffer& buffer = *entry->second;
             buffer.is_closing = true;
-            if (buffer.in_flight == 0) {
+            if (buffer.in_flight_count == 0) {
                 buffers.erase(entry);
                 return nullptr;
             }
-            return buffer.drain_waiters.emplace_back(std::make_shared<std::promise<void>>());
+            return buffer.drain_promises.emplace_back(std::make_shared<std::promise<void>>());
         },
         timeout);
 }
 
-bool Loop::remove_file(std::uint64_t client, std::uint64_t inode, std::chrono::milliseconds timeout) {
-    std::unique_ptr<LocalFile> local; // The caller's thread closes the file, as in set_file().
+bool Loop::remove_file(std::uint64_t client_number, std::uint64_t inode, std::chrono::milliseconds timeout) {
+    std::unique_ptr<LocalFile> local_file; // The caller's thread closes the file, as in set_file().
     return remove_and_wait(
         [&]() -> DrainPromise {
-            auto& files = find_client(client).files;
+            auto& files = find_client(client_number).files;
             const auto entry = files.find(inode);
             if (entry == files.end())
                 return nullptr;
             File& file = *entry->second;
             file.is_closing = true;
-            local = std::move(file.local_file);
-            if (file.in_flight == 0) {
+            local_file = std::move(file.local_file);
+            if (file.in_flight_count == 0) {
                 files.erase(entry);
                 return nullptr;
             }
-            return file.drain_waiters.emplace_back(std::make_shared<std::promise<void>>());
+            return file.drain_promises.emplace_back(std::make_shared<std::promise<void>>());
         },
         timeout);
 }
 
-bool Loop::remove_ring(std::uint64_t client, const Id& id, std::chrono::milliseconds timeout) {
+bool Loop::remove_ring(std::uint64_t client_number, const Id& id, std::chrono::milliseconds timeout) {
     return remove_and_wait(
         [&]() -> DrainPromise {
-            auto& rings = find_client(client).rings;
+            auto& rings = find_client(client_number).rings;
             const auto entry = rings.find(id);
             if (entry == rings.end())
                 return nullptr;
@@ -248,26 +250,26 @@ bool Loop::remove_ring(std::uint64_t client, const Id& id, std::chrono::millisec
                 rings.erase(entry);
                 return nullptr;
             }
-            return entry->second.drain_waiters.emplace_back(std::make_shared<std::promise<void>>());
+            return entry->second.drain_promises.emplace_back(std::make_shared<std::promise<void>>());
         },
         timeout);
 }
 
-// Stops draining the ring. The operations in flight still complete in its memory.
+// Stops taking operations from the ring. The operations in flight still write their results into its memory.
 void Loop::stop_draining(Ring& ring) {
     std::erase(rings_[static_cast<std::size_t>(ring.spec.priority)], &ring);
 }
 
 void Loop::connect(int socket, std::vector<std::uint16_t> queue_pair_nics, std::uint64_t generation) {
     auto connection = std::make_unique<Connection>(Descriptor(socket));
-    run_in_thread([&] {
+    run_in_loop_thread([&] {
         if (connection_)
             throw_error(EBUSY, "the loop is already connected");
         if (queue_pair_nics.empty())
             throw_error(EINVAL, "a connection needs at least one queue pair");
         connection_ = std::move(connection);
         queue_pair_nics_ = queue_pair_nics;
-        generation_ = generation;
+        connection_generation_ = generation;
         is_connected_ = true;
         has_memory_refusal_ = false;
         last_result_time_ = Clock::now();
@@ -281,7 +283,7 @@ void Loop::connect(int socket, std::vector<std::uint16_t> queue_pair_nics, std::
 }
 
 bool Loop::disconnect() {
-    return run_in_thread([&] {
+    return run_in_loop_thread([&] {
         if (is_connected_)
             ++statistics_.disconnects;
         is_connected_ = false;
@@ -301,7 +303,7 @@ bool Loop::disconnect() {
 }
 
 void Loop::abandon() {
-    run_in_thread([&] {
+    run_in_loop_thread([&] {
         if (!has_memory_refusal_)
             return;
         has_memory_refusal_ = false;
@@ -313,7 +315,7 @@ void Loop::abandon() {
 }
 
 Statistics Loop::statistics() {
-    return run_in_thread([&] {
+    return run_in_loop_thread([&] {
         statistics_.outstanding = in_flight_.size() - free_indices_.size();
         return statistics_;
     });
@@ -335,11 +337,11 @@ std::vector<Event> Loop::events(std::chrono::milliseconds timeout) {
 
 void Loop::run() {
     pthread_setname_np(pthread_self(), "gdrkit-loop");
-    Clock::time_point last_work = Clock::now();
+    Clock::time_point last_work_time = Clock::now();
     for (unsigned idle_passes = 0; !is_stopping_;) {
         bool has_worked = run_commands();
         has_worked |= drain_rings();
-        publish_completions(); // Local reads need not wait for the socket.
+        publish_completions(); // The completions of local reads need not wait for the socket.
         // Checking the socket costs a system call, checking the rings does not.
         if (has_in_flight() ? has_worked || idle_passes % passes_per_receive == 0 : pass_count_ % passes_per_check == 0)
             has_worked |= send_and_receive();
@@ -348,10 +350,10 @@ void Loop::run() {
         const Clock::time_point now = Clock::now();
         has_worked |= report_silent_server(now);
         if (has_worked) {
-            last_work = now;
-        } else if (now - last_work >= options_.spin * (has_in_flight() ? spin_factor_in_flight : 1)) {
+            last_work_time = now;
+        } else if (now - last_work_time >= options_.spin_time * (has_in_flight() ? spin_factor_in_flight : 1)) {
             sleep();
-            last_work = Clock::now();
+            last_work_time = Clock::now();
             idle_passes = 0;
         } else {
             // The application that submits the next work may need this processor.
@@ -364,7 +366,7 @@ void Loop::run() {
     clients_.clear();
 }
 
-// Announces in every ring that the loop sleeps. Returns false if there is work; the loop must not sleep then.
+// Announces in every ring that the loop sleeps. Returns false if there is work, so that the loop must not sleep.
 bool Loop::announce_sleep() {
     for (const auto& rings : rings_) {
         for (Ring* ring : rings) {
@@ -390,15 +392,15 @@ void Loop::sleep() {
                 polled[1].events |= POLLOUT;
             polled_count = 2;
         }
-        std::int64_t deadline_ns = -1;
+        std::int64_t deadline_ns = -1; // Time at which the loop must wake up, or -1 for none.
         for (const auto& rings : rings_)
             for (const Ring* ring : rings)
                 if (const std::int64_t held_until_ns = ring->agent_side->held_until_ns();
                     held_until_ns >= 0 && (deadline_ns < 0 || held_until_ns < deadline_ns))
                     deadline_ns = held_until_ns;
         if (is_connected_ && has_in_flight()) {
-            const std::int64_t silent_at_ns = to_nanoseconds(last_result_time_ + options_.server_timeout);
-            deadline_ns = deadline_ns < 0 ? silent_at_ns : std::min(deadline_ns, silent_at_ns);
+            const std::int64_t server_deadline_ns = to_nanoseconds(last_result_time_ + options_.server_timeout);
+            deadline_ns = deadline_ns < 0 ? server_deadline_ns : std::min(deadline_ns, server_deadline_ns);
         }
         timespec timeout{};
         if (deadline_ns >= 0) {

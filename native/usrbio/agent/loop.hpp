@@ -28,31 +28,31 @@
 
 namespace gdrkit::usrbio::agent {
 
-// Fulfilled when the last operation in flight of an object that is being removed has ended.
+// A promise that the loop fulfills when the last operation in flight of a removed object has ended.
 using DrainPromise = std::shared_ptr<std::promise<void>>;
 
 struct Buffer {
     BufferSpec spec;
-    std::size_t in_flight = 0;          // Number of operations in flight.
+    std::size_t in_flight_count = 0;    // Number of operations in flight.
     std::uint16_t queue_pair = 0;       // Index of the queue pair that operations of this buffer use now.
     std::uint64_t queue_pair_bytes = 0; // Bytes of operations since the buffer moved to this queue pair.
     bool is_closing = false;            // The buffer is removed when its operations in flight have ended.
     std::unique_ptr<BusGuard> guard;    // Guards the mapping in BufferSpec; null: there is none.
     bool is_refused = false; // A NIC refused the memory, which was freed or truncated. No further operation uses it.
-    std::vector<DrainPromise> drain_waiters;
+    std::vector<DrainPromise> drain_promises;
 };
 
 struct File {
     FileSpec spec;
     std::unique_ptr<LocalFile> local_file; // Null: every operation goes to the storage server.
-    std::size_t in_flight = 0;             // Number of operations in flight.
+    std::size_t in_flight_count = 0;       // Number of operations in flight.
     bool is_closing = false;               // The file is removed when its operations in flight have ended.
-    std::vector<DrainPromise> drain_waiters;
+    std::vector<DrainPromise> drain_promises;
 };
 
 struct ClientRing {
     std::unique_ptr<Ring> ring;
-    std::vector<DrainPromise> drain_waiters;
+    std::vector<DrainPromise> drain_promises;
 };
 
 struct Client {
@@ -68,36 +68,38 @@ void limit_arenas() noexcept;
 
 class Loop {
 public:
-    // Starts the thread. `semaphores`: names of the submit semaphores, high priority first. Throws std::system_error.
-    Loop(const Options& options, const std::array<std::string, priority_class_count>& semaphores);
+    // Starts the thread. `semaphore_names`: names of the submit semaphores, high priority first. Throws
+    // std::system_error.
+    Loop(const Options& options, const std::array<std::string, priority_class_count>& semaphore_names);
     ~Loop();
     Loop(const Loop&) = delete;
     Loop& operator=(const Loop&) = delete;
 
-    // The loop's thread executes each of these calls between two passes, and the caller waits for that. They throw
-    // std::system_error: EEXIST, the object exists already; ENOENT, the client does not exist; ESHUTDOWN, stop() was
-    // called. add_ring() also fails with EINVAL if the memory is not a valid ring.
-    void add_client(std::uint64_t client);
-    void add_buffer(std::uint64_t client, const BufferSpec& spec);
-    // Adds a file, or changes its permissions and handles. `file`: the file, open for reading, if its store was passed
-    // to set_local_store(). Then the loop itself reads bytes that are in the page cache.
-    void set_file(std::uint64_t client, const FileSpec& spec, Descriptor file = {});
-    void add_ring(std::uint64_t client, const RingSpec& spec, int fd);
+    // The loop's thread executes each of these calls between two passes over the rings, and the caller waits for that.
+    // They throw std::system_error: EEXIST, the object exists already; ENOENT, the client does not exist; ESHUTDOWN,
+    // stop() was called. set_file() also fails with EBUSY if the file is being removed, and add_ring() with EINVAL if
+    // the memory is not a valid ring.
+    void add_client(std::uint64_t client_number);
+    void add_buffer(std::uint64_t client_number, const BufferSpec& spec);
+    // Adds a file, or changes its permissions and handles. `descriptor`: the file, open for reading, if its store was
+    // passed to set_local_store(). With it, the loop itself reads bytes that are in the page cache.
+    void set_file(std::uint64_t client_number, const FileSpec& spec, Descriptor descriptor = {});
+    void add_ring(std::uint64_t client_number, const RingSpec& spec, int fd);
 
-    // These functions remove an object when its operations in flight have ended; no new ones start meanwhile. They
-    // return false if operations are still in flight after `timeout`. The caller may then call again.
-    bool remove_buffer(std::uint64_t client, const Id& id, std::chrono::milliseconds timeout);
-    bool remove_file(std::uint64_t client, std::uint64_t inode, std::chrono::milliseconds timeout);
-    bool remove_ring(std::uint64_t client, const Id& id, std::chrono::milliseconds timeout);
-    void remove_client(std::uint64_t client); // EBUSY: the client still has buffers, files or rings.
+    // These functions remove an object when its operations in flight have ended; no new operation of it starts
+    // meanwhile. They return false if operations are still in flight after `timeout`. The caller may then call again.
+    bool remove_buffer(std::uint64_t client_number, const Id& id, std::chrono::milliseconds timeout);
+    bool remove_file(std::uint64_t client_number, std::uint64_t inode, std::chrono::milliseconds timeout);
+    bool remove_ring(std::uint64_t client_number, const Id& id, std::chrono::milliseconds timeout);
+    void remove_client(std::uint64_t client_number); // EBUSY: the client still has buffers, files or rings.
 
     // Passes the folder of the checksums of a store whose storage server runs on this machine, and the memory of
     // storage::SumsGeneration. Throws std::system_error.
-    void set_local_store(Descriptor sums_folder, Descriptor generation);
+    void set_local_store(Descriptor sums_folder, Descriptor generation_memory);
 
     // From now on, sends operations over `socket`. Takes ownership of `socket`, also on failure. `queue_pair_nics`: for
-    // each queue pair, the index of its NIC in BufferSpec::keys. `generation`: a number that events of this connection
-    // carry. EBUSY: the loop is already connected.
+    // each queue pair, the index of its NIC in BufferSpec::remote_keys. `generation`: a number that events of this
+    // connection carry. EBUSY: the loop is already connected.
     void connect(int socket, std::vector<std::uint16_t> queue_pair_nics, std::uint64_t generation);
     // Ends the connection. Call it when the server cannot access memory any more. Normally completes all operations in
     // flight with -EREMOTEIO and returns false. If the session ended because a NIC refused the memory of an operation,
@@ -126,8 +128,8 @@ private:
         std::uint32_t generation = 0; // Number of uses of this element, so that a late result does not match.
     };
 
-    // The objects that the last checked entry of a claim named. Most entries name the same objects. No object is
-    // removed while the entries of a claim are handled.
+    // A cache of the objects that the last checked entry names, because most entries of a claim name the same objects.
+    // No object is removed while the entries of a claim are handled.
     struct EntryObjects {
         Id id{}; // Id of the buffer.
         Buffer* buffer = nullptr;
@@ -140,7 +142,7 @@ private:
         File* file = nullptr;
     };
 
-    template <class Function> auto run_in_thread(Function function) -> std::invoke_result_t<Function>;
+    template <class Function> auto run_in_loop_thread(Function function) -> std::invoke_result_t<Function>;
     bool remove_and_wait(const std::function<DrainPromise()>& remove, std::chrono::milliseconds timeout);
     Client& find_client(std::uint64_t client_number);
     void wake() noexcept;
@@ -191,14 +193,15 @@ private:
     // Only the loop's thread uses the members below.
     std::unordered_map<std::uint64_t, std::unique_ptr<Client>> clients_;
     std::array<std::vector<Ring*>, priority_class_count> rings_; // By priority.
-    std::array<std::size_t, priority_class_count> first_ring_{}; // Index of the first ring in the next pass.
+    // For each priority: index of the first ring in the next pass, modulo the number of rings.
+    std::array<std::size_t, priority_class_count> first_ring_indices_{};
     std::uint64_t pass_count_ = 0;
     std::unique_ptr<Connection> connection_;
     bool is_connected_ = false;
     // True if the last connection ended because a NIC refused the memory of one operation. Until the next connection,
     // the loop claims no entries, and the operations in other memory wait.
     bool has_memory_refusal_ = false;
-    std::uint64_t generation_ = 0;
+    std::uint64_t connection_generation_ = 0; // Number of the connection, which its events carry.
     std::vector<std::uint16_t> queue_pair_nics_;
     // Time from which the timeout of the server is measured: the last result, or the first operation after a time
     // without operations in flight.

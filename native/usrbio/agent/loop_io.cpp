@@ -50,11 +50,11 @@ bool Loop::drain_rings() {
             continue;
         if (now_ns == 0)
             now_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
-        const std::size_t count = rings.size();
-        const std::size_t first_index = first_ring_[priority]++ % count;
+        const std::size_t rings_count = rings.size();
+        const std::size_t first_index = first_ring_indices_[priority]++ % rings_count;
         std::vector<Ring*> broken_rings;
-        for (std::size_t step = 0; step < count; ++step) {
-            Ring& ring = *rings[(first_index + step) % count];
+        for (std::size_t step = 0; step < rings_count; ++step) {
+            Ring& ring = *rings[(first_index + step) % rings_count];
             has_progress |= drain_ring(ring, now_ns);
             if (ring.is_broken)
                 broken_rings.push_back(&ring);
@@ -87,18 +87,18 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
         // entry is as long as the last claimed one.
         const std::uint64_t fitting_count =
             (bytes_end - local_bytes_) / std::max<std::uint64_t>(ring.last_claimed_length, 1);
-        const std::size_t limit =
+        const std::size_t claims_max =
             std::min({remaining_entries, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting_count)});
-        const std::size_t count = ring.agent_side->claim({claimed_entries_.data(), limit}, now_ns);
+        const std::size_t claimed_count = ring.agent_side->claim({claimed_entries_.data(), claims_max}, now_ns);
         last_entry_objects_ = {};
-        for (std::size_t index = 0; index < count; ++index)
+        for (std::size_t index = 0; index < claimed_count; ++index)
             handle_entry(ring, claimed_entries_[index]);
         run_local_reads(ring);
-        if (count != 0)
-            ring.last_claimed_length = claimed_entries_[count - 1].arguments.length;
-        has_claimed |= count != 0;
-        has_claimed_all = count < limit;
-        remaining_entries -= count;
+        if (claimed_count != 0)
+            ring.last_claimed_length = claimed_entries_[claimed_count - 1].arguments.length;
+        has_claimed |= claimed_count != 0;
+        has_claimed_all = claimed_count < claims_max;
+        remaining_entries -= claimed_count;
     } while (!has_claimed_all && remaining_entries != 0 && !free_indices_.empty() && local_bytes_ < bytes_end);
     ring.is_broken = ring.agent_side->is_broken();
     return has_claimed || ring.is_broken;
@@ -194,6 +194,7 @@ int Loop::check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer
     if (arguments.length == 0 || arguments.buffer_offset > spec.length ||
         arguments.length > spec.length - arguments.buffer_offset)
         return -EINVAL;
+    // The bytes of an operation must be in a single block of the buffer.
     if (spec.block_bytes != 0 && arguments.buffer_offset / spec.block_bytes !=
                                      (arguments.buffer_offset + arguments.length - 1) / spec.block_bytes)
         return -EINVAL;
@@ -219,12 +220,12 @@ std::uint16_t Loop::choose_queue_pair(Buffer& buffer, std::uint64_t length) cons
     if (bytes_before != 0 && bytes_before < bytes_per_queue_pair && buffer.queue_pair < queue_pair_nics_.size())
         return buffer.queue_pair;
     buffer.queue_pair_bytes = length;
-    const auto& preferred = buffer.spec.preferred_nics;
+    const auto& preferred_nics = buffer.spec.preferred_nics;
     // Choose the next queue pair of a preferred NIC. If the buffer prefers no NIC, choose the next queue pair.
     for (std::size_t step = 1; step <= queue_pair_nics_.size(); ++step) {
         const std::size_t queue_pair = (buffer.queue_pair + step) % queue_pair_nics_.size();
-        if (preferred.empty() ||
-            std::find(preferred.begin(), preferred.end(), queue_pair_nics_[queue_pair]) != preferred.end())
+        if (preferred_nics.empty() || std::find(preferred_nics.begin(), preferred_nics.end(),
+                                                queue_pair_nics_[queue_pair]) != preferred_nics.end())
             return buffer.queue_pair = static_cast<std::uint16_t>(queue_pair);
     }
     return buffer.queue_pair = static_cast<std::uint16_t>((buffer.queue_pair + 1U) % queue_pair_nics_.size());
@@ -244,8 +245,8 @@ void Loop::start_operation(Ring& ring, const ClaimedOperation& entry, Buffer& bu
     operation.file_offset = entry.arguments.file_offset;
     operation.position = entry.position;
     ++operation.generation;
-    ++buffer.in_flight;
-    ++file.in_flight;
+    ++buffer.in_flight_count;
+    ++file.in_flight_count;
     ++statistics_.operations;
     add_request(index);
 }
@@ -258,14 +259,14 @@ void Loop::add_request(std::uint32_t index) {
     const File& file = *operation.file;
     Buffer& buffer = *operation.buffer;
     const std::uint16_t queue_pair = choose_queue_pair(buffer, operation.length);
-    const Key& key = buffer.spec.keys.at(queue_pair_nics_[queue_pair]);
+    const RemoteKey& remote_key = buffer.spec.remote_keys.at(queue_pair_nics_[queue_pair]);
     storage::Operation& request = unsent_requests_.emplace_back();
     request.tag = make_tag(index, operation.generation);
     request.handle = ring.spec.for_read ? file.spec.read_handle : file.spec.write_handle;
     request.file_offset = operation.file_offset;
     request.length = operation.length;
-    request.remote_address = key.address + operation.buffer_offset;
-    request.rkey = key.rkey;
+    request.remote_address = remote_key.address + operation.buffer_offset;
+    request.rkey = remote_key.rkey;
     request.queue_pair = queue_pair;
     request.opcode = static_cast<std::uint8_t>(ring.spec.for_read ? storage::Opcode::read : storage::Opcode::write);
     if (ring.spec.for_read && (ring.spec.flags & forbid_read_holes) != 0)
@@ -302,7 +303,7 @@ bool Loop::send_and_receive() {
 void Loop::report_lost_connection(Event::Kind kind) {
     is_connected_ = false;
     ++statistics_.disconnects;
-    add_event({kind, 0, {}, generation_});
+    add_event({kind, 0, {}, connection_generation_});
 }
 
 // If the server has operations and has returned no result for too long, reports the connection as lost and returns
@@ -322,7 +323,7 @@ bool Loop::handle_result(std::uint64_t tag, std::int64_t result) {
     if (index >= in_flight_.size())
         return false;
     const InFlight& operation = in_flight_[index];
-    constexpr std::int64_t errno_max = 4095;
+    constexpr std::int64_t errno_max = 4095; // MAX_ERRNO of the Linux kernel.
     if (operation.ring == nullptr || make_tag(index, operation.generation) != tag || result < -errno_max ||
         (result > 0 && static_cast<std::uint64_t>(result) > operation.length))
         return false;
@@ -353,13 +354,13 @@ void Loop::complete_operation(std::uint32_t index, std::int64_t result) {
         for (const DrainPromise& waiter : waiters)
             waiter->set_value();
     };
-    if (--buffer.in_flight == 0 && buffer.is_closing) {
+    if (--buffer.in_flight_count == 0 && buffer.is_closing) {
         auto removed_entry = client.buffers.extract(buffer.spec.id);
-        notify(removed_entry.mapped()->drain_waiters);
+        notify(removed_entry.mapped()->drain_promises);
     }
-    if (--file.in_flight == 0 && file.is_closing) {
+    if (--file.in_flight_count == 0 && file.is_closing) {
         auto removed_entry = client.files.extract(file.spec.inode);
-        notify(removed_entry.mapped()->drain_waiters);
+        notify(removed_entry.mapped()->drain_promises);
     }
     if (ring.is_closing && ring.agent_side->outstanding() == 0) {
         if (ring.has_unpublished) {
@@ -368,7 +369,7 @@ void Loop::complete_operation(std::uint32_t index, std::int64_t result) {
         }
         auto removed_entry = client.rings.extract(ring.spec.id);
         removed_entry.mapped().ring.reset();
-        notify(removed_entry.mapped().drain_waiters);
+        notify(removed_entry.mapped().drain_promises);
     }
 }
 

@@ -1,4 +1,4 @@
-// The thread that shares the reads of the loop.
+// The second thread, which executes a part of the local reads of the loop.
 #include "usrbio/agent/read_helper.hpp"
 
 #include <pthread.h>
@@ -17,13 +17,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::uint32_t skip_max = 64;
-// Number of checks for the end of the helper's last index before the thread sleeps. An index takes 10 to 50 us.
+constexpr std::uint32_t jobs_to_skip_max = 64; // Largest value of jobs_to_skip_.
+// Number of times that the caller of run() checks whether the helper has ended its last index before it sleeps. The
+// work of an index takes 10 to 50 us.
 constexpr unsigned spins_max = 2048;
 // The helper spins for this time after a job, because a sleep and the wake-up take longer than a short job.
 constexpr std::chrono::microseconds spin_time{50};
-constexpr unsigned spins_per_clock_read = 16;
-// The thread of the loop follows applications at most so often, because a move takes some microseconds.
+constexpr unsigned spins_per_clock_read = 16; // The helper reads the clock and yields once in this many spins.
+// Shortest time between two moves of the loop's thread to the processor of an application. A move takes some
+// microseconds.
 constexpr std::chrono::milliseconds move_interval_min{1};
 // If the processor of the application is busy, a move takes milliseconds. The pause after a move is this many times
 // longer than the move, so that an application can take at most about 1 % of the loop's time.
@@ -44,7 +46,7 @@ void ReadHelper::run(std::size_t count, int application_processor, const Work& w
     job.work = &work;
     job.count = count;
     const bool is_shared = count > 1 && share(job, application_processor);
-    for (std::size_t index = 0; job.begun_count.fetch_add(1, std::memory_order_relaxed) < count; ++index)
+    for (std::size_t index = 0; job.begun_index_count.fetch_add(1, std::memory_order_relaxed) < count; ++index)
         work(index, false);
     if (is_shared)
         finish(job);
@@ -76,12 +78,13 @@ bool ReadHelper::share(Job& job, int application_processor) {
     return true;
 }
 
-// Keeps the helper off the processor of this thread. If all processors are busy, the kernel wakes it there, and it then
-// runs in turns with this thread instead of beside it.
+// Keeps the helper off the processor of this thread. Otherwise, if all processors are busy, the kernel would wake the
+// helper there, and it would run in turns with this thread instead of beside it.
 void ReadHelper::avoid_processor(int processor) noexcept {
     avoided_processor_ = processor;
     cpu_set_t processors;
-    // A machine with more than CPU_SETSIZE processors, where the first call fails, has a free one.
+    // On a machine with more than CPU_SETSIZE processors, sched_getaffinity() fails. This function assumes that such a
+    // machine has a free processor.
     if (processor < 0 || processor >= CPU_SETSIZE || sched_getaffinity(0, sizeof processors, &processors) != 0)
         return;
     has_two_processors_ = CPU_COUNT(&processors) == 2;
@@ -91,9 +94,9 @@ void ReadHelper::avoid_processor(int processor) noexcept {
     pthread_setaffinity_np(thread_.native_handle(), sizeof processors, &processors);
 }
 
-// Moves this thread to the processor of the application. With two processors, the application takes turns with this
-// thread or with the helper. If it takes turns with this thread, the entries of the ring stay in the cache of one
-// processor.
+// Moves this thread to the processor of the application. With two processors, the application shares a processor
+// with this thread or with the helper. If it shares the processor of this thread, the entries of the ring stay in the
+// cache of one processor.
 void ReadHelper::move_to_processor(int processor) noexcept {
     const auto begin = Clock::now();
     if (begin < next_move_time_ || processor >= CPU_SETSIZE)
@@ -110,12 +113,13 @@ void ReadHelper::move_to_processor(int processor) noexcept {
         next_move_time_ = Clock::time_point::max(); // The system forbids it.
         return;
     }
-    // From now on, the kernel may move the thread again. If another program has changed the affinity meanwhile, the
-    // choice of that program remains.
+    // Restore the affinity, so that the kernel may move the thread again. If another program has changed the affinity
+    // meanwhile, the choice of that program remains.
     if (sched_getaffinity(0, sizeof current_processors, &current_processors) == 0 &&
         CPU_EQUAL(&current_processors, &application_processors) &&
         sched_setaffinity(0, sizeof allowed_processors, &allowed_processors) != 0) {
-        // These processors were taken from the process. The kernel reduces a full set to those that remain.
+        // The process may no longer use these processors. Pass the full set, which the kernel reduces to the processors
+        // that the process may use.
         std::memset(&allowed_processors, 0xff, sizeof allowed_processors);
         sched_setaffinity(0, sizeof allowed_processors, &allowed_processors);
     }
@@ -127,35 +131,37 @@ void ReadHelper::move_to_processor(int processor) noexcept {
 void ReadHelper::finish(Job& job) {
     bool has_slept = false;
     if (offered_job_.exchange(nullptr) == nullptr) { // The helper has begun the job.
-        ++begun_count_;
-        for (unsigned spin = 0; spin < spins_max && ended_count_.load() != begun_count_; ++spin)
+        ++begun_job_count_;
+        for (unsigned spin = 0; spin < spins_max && ended_job_count_.load() != begun_job_count_; ++spin)
             pause_processor();
-        while (ended_count_.load() != begun_count_) {
+        while (ended_job_count_.load() != begun_job_count_) {
             has_slept = true;
             is_awaited_.store(true);
-            if (ended_count_.load() != begun_count_)
-                futex_wait(ended_count_, begun_count_ - 1, no_limit);
+            if (ended_job_count_.load() != begun_job_count_)
+                futex_wait(ended_job_count_, begun_job_count_ - 1, no_limit);
             is_awaited_.store(false);
         }
     }
-    const bool has_helped = job.helped_count != 0 && !has_slept;
+    const bool has_helped = job.helped_index_count != 0 && !has_slept;
+    // The threads may now be restricted to other processors, so share() sets the helper's affinity again.
     if (!has_helped)
-        avoided_processor_ = -1; // The processors that the threads may use have perhaps changed.
-    last_skip_ = has_helped ? 0 : std::clamp(last_skip_ * 2, 1U, skip_max);
+        avoided_processor_ = -1;
+    last_skip_ = has_helped ? 0 : std::clamp(last_skip_ * 2, 1U, jobs_to_skip_max);
     jobs_to_skip_ = last_skip_;
 }
 
 void ReadHelper::help() {
     pthread_setname_np(pthread_self(), "gdrkit-helper");
     while (Job* const job = wait_for_job()) {
-        // The two threads never meet, because they begin only `count` indices together.
+        // This thread begins with the last index, and the caller of run() with the first. They never execute the same
+        // index, because together they begin only `count` indices.
         std::size_t helped_count = 0;
-        while (job->begun_count.fetch_add(1, std::memory_order_relaxed) < job->count)
+        while (job->begun_index_count.fetch_add(1, std::memory_order_relaxed) < job->count)
             (*job->work)(job->count - ++helped_count, true);
-        job->helped_count = helped_count;
-        ended_count_.fetch_add(1); // The caller of run() may now destroy the job.
+        job->helped_index_count = helped_count;
+        ended_job_count_.fetch_add(1); // The caller of run() may now destroy the job.
         if (is_awaited_.load())
-            futex_wake_all(ended_count_);
+            futex_wake_all(ended_job_count_);
     }
 }
 

@@ -17,13 +17,13 @@ public:
     ReadHelper(const ReadHelper&) = delete;
     ReadHelper& operator=(const ReadHelper&) = delete;
 
-    // A function of an index, and whether the helper's thread calls it.
+    // A function of two arguments: an index, and whether the helper's thread calls the function.
     using Work = std::function<void(std::size_t, bool)>;
 
-    // Calls `work` for each index below `count`, in this thread from 0 on, and if there are several also in the thread
-    // of the helper, from the last index on. Returns after the last call has returned. This thread never waits for an
-    // index that the helper has not begun, so a helper that gets no processor only fails to help. Only one thread may
-    // call this function.
+    // Calls `work` for each index below `count`: this thread from 0 upwards, and, if there are several indices, the
+    // helper's thread from the last index downwards. Returns after the last call has returned. This thread never waits
+    // for an index that the helper has not begun, so a helper that gets no processor only fails to help. Only one
+    // thread may call this function.
     //
     // `application_processor`: the processor of the thread for which the work is done; any number is allowed. If this
     // thread may use exactly two processors, it moves to that processor from time to time, and the helper uses the
@@ -34,8 +34,8 @@ private:
     struct Job {
         const Work* work = nullptr;
         std::size_t count = 0;
-        std::atomic<std::size_t> begun_count{0}; // Number of indices that a thread has begun, or more.
-        std::size_t helped_count = 0;            // Number of indices that the helper executed.
+        std::atomic<std::size_t> begun_index_count{0}; // Number of indices that a thread has begun, or more.
+        std::size_t helped_index_count = 0;            // Number of indices that the helper executed.
     };
 
     bool share(Job& job, int application_processor);
@@ -45,20 +45,21 @@ private:
     void help();
     Job* wait_for_job();
 
-    std::atomic<Job*> offered_job_{nullptr};    // The job that the helper may begin.
-    std::atomic<std::uint32_t> is_asleep_{0};   // 1: the helper sleeps until this word is 0.
-    std::atomic<std::uint32_t> ended_count_{0}; // Number of jobs that the helper has ended.
-    std::atomic<bool> is_awaited_{false};       // The caller of run() sleeps until ended_count_ changes.
+    std::atomic<Job*> offered_job_{nullptr};        // The job that the helper may begin.
+    std::atomic<std::uint32_t> is_asleep_{0};       // 1: the helper sleeps until this word is 0.
+    std::atomic<std::uint32_t> ended_job_count_{0}; // Number of jobs that the helper has ended.
+    std::atomic<bool> is_awaited_{false};           // The caller of run() sleeps until ended_job_count_ changes.
     std::atomic<bool> is_stopping_{false};
     bool has_failed_to_start_ = false;
-    int avoided_processor_ = -1;
-    bool has_two_processors_ = false;                        // The thread of the loop may use exactly two processors.
+    int avoided_processor_ = -1;      // The processor that the helper may not use, or -1 to choose again.
+    bool has_two_processors_ = false; // The thread of the loop may use exactly two processors.
     std::chrono::steady_clock::time_point next_move_time_{}; // The thread of the loop does not move earlier.
     std::thread thread_;
-    // If the helper came too late for a job, or did not end it in time, no other processor was free. The next jobs are
-    // not shared then.
+    // If the helper came too late for a job, or did not end it in time, no other processor was free. Then the next
+    // jobs_to_skip_ jobs are not shared. Each further such job doubles this number. last_skip_ is the number after the
+    // last shared job, and is 0 if the helper was in time.
     std::uint32_t jobs_to_skip_ = 0, last_skip_ = 0;
-    std::uint32_t begun_count_ = 0; // Number of jobs that the helper has begun.
+    std::uint32_t begun_job_count_ = 0; // Number of jobs that the helper has begun.
 };
 
 } // namespace gdrkit::usrbio::agent

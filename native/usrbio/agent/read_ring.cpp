@@ -1,5 +1,5 @@
-// The system calls of io_uring. This code does not use liburing, because that library is not installed everywhere and
-// the agent needs only a small part of it.
+// Reads by the system calls of io_uring. This code does not use liburing, because that library is not installed
+// everywhere and the agent needs only a small part of it.
 #include "usrbio/agent/read_ring.hpp"
 
 #include <sys/mman.h>
@@ -14,7 +14,7 @@ namespace gdrkit::usrbio::agent {
 
 bool ReadRing::open() noexcept {
     ring_ = Descriptor(static_cast<int>(syscall(SYS_io_uring_setup, reads_max, &parameters_)));
-    // The kernel has no flag for IORING_OP_READ. It got this feature flag in the same version (5.6).
+    // No feature flag reports IORING_OP_READ. This flag is from the same version of the kernel (5.6).
     if (!ring_ || (parameters_.features & IORING_FEAT_RW_CUR_POS) == 0)
         return false;
     const auto map = [&](Mapping& mapping, std::size_t length, std::uint64_t offset) {
@@ -47,8 +47,8 @@ void ReadRing::close() noexcept {
 }
 
 bool ReadRing::read(std::span<CachedRead> reads) noexcept {
-    if (!was_opened_) {
-        was_opened_ = true;
+    if (!has_tried_to_open_) {
+        has_tried_to_open_ = true;
         if (!open())
             close();
     }
@@ -72,15 +72,15 @@ bool ReadRing::read(std::span<CachedRead> reads) noexcept {
         entry.user_data = index;
     }
     tail.store(begin + count, std::memory_order_release);
-    if (!enter(count) || take_completions(reads) != count) {
-        close(); // The state of the queues is not known.
+    if (!submit_and_wait(count) || take_completions(reads) != count) {
+        close(); // The state of the queues is not known, so they cannot be used again.
         return false;
     }
     return true;
 }
 
-// Submits `count` entries, and waits until they are complete.
-bool ReadRing::enter(std::uint32_t count) noexcept {
+// Submits `count` entries, and waits until they are complete. Returns false if the system call fails.
+bool ReadRing::submit_and_wait(std::uint32_t count) noexcept {
     for (std::uint32_t submitted_count = 0; submitted_count < count;) {
         const long result = syscall(SYS_io_uring_enter, ring_.get(), count - submitted_count, count,
                                     IORING_ENTER_GETEVENTS, nullptr, 0);

@@ -29,7 +29,7 @@ public:
     ReadRing(const ReadRing&) = delete;
     ReadRing& operator=(const ReadRing&) = delete;
 
-    // Largest number of reads of one call.
+    // Largest number of reads in one call of read().
     static constexpr std::size_t reads_max = 64;
 
     // Executes at most reads_max reads as storage::read_cached() does, and sets their results. Returns false if
@@ -46,13 +46,13 @@ private:
     };
 
     bool open() noexcept;
-    bool enter(std::uint32_t count) noexcept;
+    bool submit_and_wait(std::uint32_t count) noexcept;
     std::uint32_t take_completions(std::span<CachedRead> reads) noexcept;
     template <class Value> Value* at(const Mapping& mapping, std::uint32_t offset) const noexcept {
         return reinterpret_cast<Value*>(static_cast<std::byte*>(mapping.address) + offset);
     }
 
-    bool was_opened_ = false;
+    bool has_tried_to_open_ = false;
     Descriptor ring_;
     io_uring_params parameters_{};
     Mapping submission_queue_, completion_queue_, submission_entries_;

@@ -15,7 +15,7 @@ struct Client;
 // A mapping of shared memory that a client created and can truncate.
 class SharedMapping {
 public:
-    // Maps the whole file. Throws std::system_error; its code is EINVAL if no ring has the size of the file.
+    // Maps the whole file. Throws std::system_error; its code is EINVAL if a ring of this size is impossible.
     explicit SharedMapping(int fd);
     ~SharedMapping();
     SharedMapping(const SharedMapping&) = delete;

@@ -1,4 +1,5 @@
-// Types of the agent's loop: what the agent (in Python) passes to the loop, and what the loop reports.
+// Types that the agent (in Python) and its loop (in C++) exchange: buffers, files, rings and options go to the loop;
+// statistics and events come back.
 #pragma once
 
 #include <array>
@@ -20,39 +21,40 @@ struct IdHash {
 };
 
 // The remote key of a buffer at one NIC, and the address of the first byte of the buffer for that key.
-struct Key {
+struct RemoteKey {
     std::uint64_t address = 0;
     std::uint32_t rkey = 0;
 };
 
+// A buffer that rings of a client may use. The storage server accesses the buffer by RDMA.
 struct BufferSpec {
     Id id{};
     std::uint64_t length = 0;                  // In bytes.
     std::uint64_t block_bytes = 0;             // No operation may cross a multiple of block_bytes; 0: no such limit.
-    std::vector<Key> keys;                     // One for each NIC of the agent, in the order of the agent's NICs.
-    std::vector<std::uint16_t> preferred_nics; // Indices into `keys`; empty: no preference.
-    // Address of the buffer in this process. The agent keeps it mapped for longer than the loop has the buffer. 0: the
-    // agent has no mapping, or must not use it.
+    std::vector<RemoteKey> remote_keys;        // One for each NIC of the agent, in the order of the agent's NICs.
+    std::vector<std::uint16_t> preferred_nics; // Indices into `remote_keys`; empty: no preference.
+    // Address of the buffer in this process. The agent unmaps the buffer only after the loop has removed it. 0: the
+    // buffer is not mapped, or the loop must not use the mapping.
     std::uintptr_t mapping = 0;
 };
 
-// A file that rings of a client may use. It has separate handles for reading and writing at the storage server, so that
-// the server checks the permission too.
+// A file that rings of a client may use. The loop checks for each operation whether the file may be read or written.
+// The storage server checks this too, because it has separate handles for reading and for writing.
 struct FileSpec {
     std::uint64_t inode = 0;
     std::uint64_t read_handle = 0;
     std::uint64_t write_handle = 0;
-    bool readable = false;
-    bool writable = false;
+    bool readable = false; // Whether rings for reads may use the file.
+    bool writable = false; // Whether rings for writes may use the file.
 };
 
 inline constexpr int priority_class_count = 3; // high, normal, low
 
 struct RingSpec {
     Id id{};
-    bool for_read = true;
-    // > 0: batches of exactly io_depth entries. 0: all available entries. < 0: batches of at most -io_depth entries; an
-    // incomplete batch waits for `timeout`.
+    bool for_read = true; // False: a ring for writes.
+    // Number of entries that the loop takes at once. > 0: exactly io_depth entries. 0: all available entries. < 0: at
+    // most -io_depth entries; if there are fewer, the loop first waits for `timeout`.
     int io_depth = 0;
     int priority = 1; // 0 high, 1 normal, 2 low
     std::chrono::milliseconds timeout{0};
@@ -60,9 +62,9 @@ struct RingSpec {
 };
 
 struct Options {
-    std::chrono::microseconds spin{50}; // Time without work after which the loop sleeps.
-    std::size_t outstanding_max = 4096; // Largest number of operations in flight.
-    // A server that has operations and returns no result for this time counts as hung.
+    std::chrono::microseconds spin_time{50}; // Time without work after which the loop sleeps.
+    std::size_t outstanding_max = 4096;      // Largest number of operations in flight.
+    // If operations are in flight and the server returns no result for this time, the loop reports the event `silent`.
     std::chrono::milliseconds server_timeout{60000};
 };
 
@@ -74,20 +76,21 @@ struct Statistics {
     std::uint64_t refused = 0; // Invalid ring entries, which the loop completed with an error and did not send.
     std::uint64_t failed = 0;  // Operations whose result is a negative errno.
     std::uint64_t batches = 0; // Frames sent to the server.
-    std::uint64_t sleeps = 0;
+    std::uint64_t sleeps = 0;  // Number of times that the loop has slept.
     std::uint64_t broken_rings = 0;
-    std::uint64_t disconnects = 0;
+    std::uint64_t disconnects = 0; // Connections to the server that were lost.
     std::uint64_t outstanding = 0; // Operations in flight now.
 };
 
-// An event that the agent must handle. After `ring_broken`, the loop does not serve the ring `id` any more. After
-// `disconnected` or `silent`, the operations of the connection stay in flight. The agent first makes sure that the
-// server cannot access memory any more. Then it calls disconnect(), which ends the operations.
+// An event that the agent must handle. After `ring_broken`, the loop no longer serves the ring `id`, because its memory
+// is missing or contains invalid values. `disconnected`: the connection to the storage server has ended. `silent`: the
+// server returns no results. After these two events, the operations of the connection stay in flight. The agent first
+// makes sure that the server cannot access memory any more. Then it calls disconnect(), which ends the operations.
 struct Event {
     enum class Kind : std::uint8_t { ring_broken = 1, disconnected = 2, silent = 3 } kind{};
     std::uint64_t client = 0;     // Number of the client of the broken ring.
     Id id{};                      // Id of the broken ring.
-    std::uint64_t generation = 0; // The generation that the agent gave to the ended connection.
+    std::uint64_t generation = 0; // The `generation` with which the agent called connect() for the lost connection.
 };
 
 } // namespace gdrkit::usrbio::agent

@@ -11,9 +11,9 @@
 namespace gdrkit::usrbio::agent {
 namespace {
 
-// Longest wait for a post, in milliseconds. A client that overwrites the semaphore can delay the wake-up of other
-// clients by this time.
-constexpr int wait_ms_max = 1000;
+// Longest wait for a post, in milliseconds. A client that overwrites the semaphore can delay the wake-up of the loop
+// for other clients by up to this time.
+constexpr int post_wait_ms_max = 1000;
 
 } // namespace
 
@@ -50,7 +50,7 @@ void SemaphoreWatcher::close() noexcept {
 void SemaphoreWatcher::watch(NamedSemaphore& semaphore) {
     semaphore.restore();
     while (!is_stopping_) {
-        if (!semaphore.wait_and_reset(wait_ms_max))
+        if (!semaphore.wait_and_reset(post_wait_ms_max))
             semaphore.restore();
         // One event is enough for all posts, because the loop checks every ring when it wakes up. Raise the event after
         // a timeout too: a client that overwrites the semaphore can erase the post of another client.

@@ -1,5 +1,5 @@
-// Waits for posts of the submit semaphores, with one thread for each semaphore. Each thread reports a post by an
-// eventfd, because the agent's loop waits in poll() for several descriptors at once.
+// SemaphoreWatcher waits for posts of the submit semaphores, with one thread for each semaphore. The threads report
+// posts by one eventfd, because the agent's loop waits in poll() for several descriptors at once.
 #pragma once
 
 #include <array>
@@ -14,7 +14,8 @@ namespace gdrkit::usrbio::agent {
 
 class SemaphoreWatcher {
 public:
-    // `names`: names "/NAME" of existing semaphores as for sem_open, high priority first. Throws std::system_error.
+    // `names`: names "/NAME" of existing semaphores as for sem_open, high priority first. `event_fd`: the eventfd to
+    // which the threads write; it stays open longer than this object. Throws std::system_error.
     SemaphoreWatcher(const std::array<std::string, priority_class_count>& names, int event_fd);
     ~SemaphoreWatcher();
     SemaphoreWatcher(const SemaphoreWatcher&) = delete;

@@ -36,9 +36,10 @@ constexpr int agent_exit_ms_max = 10000;  // Longest wait until the process of a
 constexpr std::size_t payload_parts_max = 4;
 
 struct Connections {
-    // Publications, rings and registered files hold the references. The connection closes with the last of them.
+    // The pointers are weak, because the publications, rings and registered files own their connection. It closes with
+    // the last of them.
     std::map<std::string, std::weak_ptr<AgentConnection>, std::less<>> by_mount;
-    std::set<AgentConnection*> all; // Includes connections that rings still hold after the mount got a new one.
+    std::set<AgentConnection*> all; // Also has old connections of a mount that still have owners.
 };
 
 Connections& connections() {
@@ -56,10 +57,10 @@ Connections& connections() {
 
 // Returns whether the process has begun to exit: PF_EXITING in field 9 of /proc/<pid>/stat (proc(5)). The kernel sets
 // this flag before it closes the descriptors of the process.
-bool is_exiting(pid_t process) noexcept {
+bool is_exiting(pid_t pid) noexcept {
     constexpr unsigned long exiting_flag = 0x4; // PF_EXITING
     char path[32];
-    std::snprintf(path, sizeof(path), "/proc/%d/stat", static_cast<int>(process));
+    std::snprintf(path, sizeof(path), "/proc/%d/stat", static_cast<int>(pid));
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
     char stat_line[512];
     const ssize_t stat_line_bytes = fd < 0 ? -1 : read(fd, stat_line, sizeof(stat_line) - 1);
@@ -77,6 +78,7 @@ bool is_exiting(pid_t process) noexcept {
            (flags & exiting_flag) != 0;
 }
 
+// Checks the header of a reply whose payload has `payload_bytes`. A status is an errno, so it is below 4096.
 bool is_valid_reply(const AgentHeader& reply, const AgentHeader& request, std::size_t payload_bytes) noexcept {
     return reply.magic == agent_magic && reply.version == agent_version && reply.type == request.type &&
            reply.sequence == request.sequence && reply.length == payload_bytes && reply.status >= 0 &&
@@ -87,10 +89,10 @@ bool is_valid_reply(const AgentHeader& reply, const AgentHeader& request, std::s
 
 AgentConnection::AgentConnection(int fd) noexcept : fd_(fd) {
     ucred peer{};
-    socklen_t bytes = sizeof(peer);
-    // SO_PEERCRED reports the process that listens. The pid is 0 if that process is in another PID namespace. Its exit
-    // cannot be observed then.
-    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.pid > 0) {
+    socklen_t peer_bytes = sizeof(peer);
+    // SO_PEERCRED reports the process that listens, which is the agent. The pid is 0 if the agent is in another PID
+    // namespace. Then this process cannot observe its exit.
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) == 0 && peer.pid > 0) {
         agent_pid_ = peer.pid;
         agent_pidfd_.store(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
     }
@@ -123,15 +125,16 @@ int AgentConnection::fail(const char* reason, int close_timeout_ms) noexcept {
     if (!has_failed_.exchange(true, std::memory_order_acq_rel)) {
         log_line(LogLevel::warning, "the connection to the agent failed: %s", reason);
     }
-    // When an agent exits, it withdraws its publications and then closes its end of the socket. Wait until it has
-    // closed the socket, because its NIC may access the memory until then. The wait has a limit, because an agent that
-    // hangs does not close the socket.
+    // When an agent exits, it withdraws its publications and then closes its end of the socket. Its NIC may access the
+    // memory until then, so wait until the socket is closed. The wait has a limit, because an agent that hangs does not
+    // close the socket.
     wait_closed_by_agent(close_timeout_ms);
     return -EREMOTEIO;
 }
 
 // If the agent is exiting, waits until its process has ended. The kernel closes the descriptors of a dying process in
-// an unspecified order. So this socket may be closed while the NIC is still open and still writes to memory.
+// an unspecified order. So the agent's end of the socket may be closed while its NIC is still open and still writes to
+// memory.
 void AgentConnection::wait_agent_exit() noexcept {
     pollfd pidfd{.fd = agent_pidfd_.load(), .events = POLLIN, .revents = 0};
     if (pidfd.fd < 0 || poll(&pidfd, 1, 0) > 0 || !is_exiting(agent_pid_)) {
@@ -167,7 +170,7 @@ bool AgentConnection::watch(Semaphore& semaphore) noexcept {
     } catch (const std::bad_alloc&) {
         return false;
     }
-    if (is_closed_by_agent()) { // The thread may have posted all semaphores before this one was added.
+    if (is_closed_by_agent()) { // The watch thread may already have posted the other semaphores.
         post(semaphore);
     }
     return true;
@@ -178,16 +181,17 @@ void AgentConnection::unwatch(Semaphore& semaphore) noexcept {
     std::erase(watched_semaphores_, &semaphore);
 }
 
-struct AgentConnection::WatchThread {
+struct AgentConnection::WatchThreadContext {
     AgentConnection* connection;
-    std::shared_ptr<std::binary_semaphore> ended; // Shared, because release() may return after the connection ended.
+    // Shared, because release() may still run when the connection is destroyed.
+    std::shared_ptr<std::binary_semaphore> ended;
 };
 
 bool AgentConnection::start_watch_thread() noexcept {
-    std::unique_ptr<WatchThread> watch;
+    std::unique_ptr<WatchThreadContext> thread_context;
     try {
         watch_thread_ended_ = std::make_shared<std::binary_semaphore>(0);
-        watch.reset(new WatchThread{this, watch_thread_ended_});
+        thread_context.reset(new WatchThreadContext{this, watch_thread_ended_});
     } catch (const std::bad_alloc&) {
         return false;
     }
@@ -195,28 +199,28 @@ bool AgentConnection::start_watch_thread() noexcept {
     sigfillset(&all_signals);
     // The new thread inherits this mask, so that only threads of the application handle signals.
     pthread_sigmask(SIG_SETMASK, &all_signals, &previous_mask);
-    pthread_t watcher{};
+    pthread_t watch_thread{};
     const int status = pthread_create(
-        &watcher, nullptr,
+        &watch_thread, nullptr,
         [](void* argument) -> void* {
             pthread_setname_np(pthread_self(), "hf3fs-watch");
-            const std::unique_ptr<WatchThread> context(static_cast<WatchThread*>(argument));
+            const std::unique_ptr<WatchThreadContext> context(static_cast<WatchThreadContext*>(argument));
             context->connection->watch_socket();
             context->ended->release();
             return nullptr;
         },
-        watch.get());
+        thread_context.get());
     pthread_sigmask(SIG_SETMASK, &previous_mask, nullptr);
     if (status != 0) {
-        log_line(LogLevel::warning, "pthread_create() failed: %s. Waits check the agent by timers instead",
+        log_line(LogLevel::warning, "pthread_create() failed: %s. Waiting threads poll the agent instead",
                  ErrnoText(status).c_str());
     }
     has_watch_thread_ = status == 0;
     // Detach the thread, because it cannot always be joined: if a publication cannot be withdrawn, its connection is
     // never destroyed, and the thread runs until the process ends.
     if (has_watch_thread_) {
-        static_cast<void>(watch.release()); // The thread owns it now.
-        pthread_detach(watcher);
+        static_cast<void>(thread_context.release()); // The thread owns the object now.
+        pthread_detach(watch_thread);
     }
     return has_watch_thread_;
 }
@@ -249,7 +253,7 @@ int AgentConnection::send(const AgentHeader& header, std::span<const iovec> payl
         std::memcpy(CMSG_DATA(rights), descriptors.data(), descriptors.size_bytes());
     }
     while (sendmsg(fd_.load(), &message, MSG_NOSIGNAL) < 0) {
-        if (errno == EBADF) { // A descriptor to pass is not open, and nothing was sent.
+        if (errno == EBADF) { // One of the passed descriptors is not open, so nothing was sent.
             return -EBADF;
         }
         if (errno != EINTR) {
@@ -266,19 +270,20 @@ int AgentConnection::receive(const AgentHeader& request, std::span<std::byte> re
     msghdr message{};
     message.msg_iov = parts.data();
     message.msg_iovlen = parts.size();
-    ssize_t bytes = 0;
-    while ((bytes = recvmsg(fd_.load(), &message, 0)) < 0) {
+    ssize_t received_bytes = 0;
+    while ((received_bytes = recvmsg(fd_.load(), &message, 0)) < 0) {
         if (errno != EINTR) {
-            // A late reply would be mistaken for the reply to the next request, so the connection fails.
+            // After a timeout, the late reply would arrive in place of the reply to the next request, so do not use the
+            // connection any more.
             return fail(errno == EAGAIN ? "no reply within 30 s" : ErrnoText(errno).c_str(), 0);
         }
     }
-    if (bytes == 0) {
+    if (received_bytes == 0) {
         return fail("the agent closed the socket", agent_close_ms_max);
     }
-    const auto length = static_cast<std::size_t>(bytes) - sizeof(header);
-    if (static_cast<std::size_t>(bytes) < sizeof(header) || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 ||
-        !is_valid_reply(header, request, length)) {
+    const auto length = static_cast<std::size_t>(received_bytes) - sizeof(header);
+    if (static_cast<std::size_t>(received_bytes) < sizeof(header) ||
+        (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 || !is_valid_reply(header, request, length)) {
         return fail("the reply is malformed", 0);
     }
     if (header.status != 0) {
@@ -340,16 +345,16 @@ int AgentConnection::exchange_hello() noexcept {
 
 namespace {
 
-// Connects to the socket of the mount's agent. The path may be too long for a socket address, so connect through a
-// descriptor of the folder.
-int connect_to(const std::string& mount, int& socket_fd) noexcept {
-    const int folder = open((mount + "/3fs-virt").c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
-    if (folder < 0) {
+// Connects to the socket of the mount's agent. The path of the socket may be too long for sockaddr_un, so connect
+// through /proc/self/fd and a descriptor of the folder.
+int connect_to_agent(const std::string& mount, int& socket_fd) noexcept {
+    const int folder_fd = open((mount + "/3fs-virt").c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (folder_fd < 0) {
         return errno == ENOTDIR ? -ENOENT : -errno;
     }
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
-    std::snprintf(address.sun_path, sizeof(address.sun_path), "/proc/self/fd/%d/agent.sock", folder);
+    std::snprintf(address.sun_path, sizeof(address.sun_path), "/proc/self/fd/%d/agent.sock", folder_fd);
     const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     int status = fd < 0 ? -errno : 0;
     if (status == 0) {
@@ -359,7 +364,7 @@ int connect_to(const std::string& mount, int& socket_fd) noexcept {
             status = errno == EINTR ? 0 : errno == ECONNREFUSED || errno == EAGAIN ? -EREMOTEIO : -errno;
         }
     }
-    close(folder);
+    close(folder_fd);
     if (status != 0) {
         if (fd >= 0) {
             close(fd);
@@ -372,7 +377,7 @@ int connect_to(const std::string& mount, int& socket_fd) noexcept {
 
 int make_connection(const std::string& mount, std::shared_ptr<AgentConnection>& connection) {
     int fd = -1;
-    if (const int status = connect_to(mount, fd); status != 0) {
+    if (const int status = connect_to_agent(mount, fd); status != 0) {
         return status;
     }
     std::unique_ptr<AgentConnection> new_connection(new (std::nothrow) AgentConnection(fd));
@@ -402,7 +407,7 @@ int find_agent_connection(const char* mount, std::shared_ptr<AgentConnection>& c
     try {
         const std::string path(resolved_path);
         std::shared_ptr<AgentConnection> existing;
-        connections(); // Creates the table, which locks library_mutex().
+        connections(); // The first call locks library_mutex(), so call it before the lock below.
         {
             const std::lock_guard lock(library_mutex());
             existing = connections().by_mount[path].lock();
@@ -413,7 +418,8 @@ int find_agent_connection(const char* mount, std::shared_ptr<AgentConnection>& c
                 return status;
             }
             // Another thread may have created a connection at the same time. Use that connection, unless it has failed.
-            // The destructor of the unused connection runs after the lock was released.
+            // The destructor of the unused connection locks library_mutex(), so declare the pointers outside the locked
+            // block.
             std::shared_ptr<AgentConnection> selected, current;
             {
                 const std::lock_guard lock(library_mutex());

@@ -2,7 +2,7 @@
 // publishes memory and rings, and registers files.
 //
 // find_agent_connection() creates the connection when a function first needs it, and again after a fork or after the
-// agent died. A publication ends with the connection over which it was made.
+// agent died. When a connection ends, the publications that were made over it end too.
 #pragma once
 
 #include "usrbio/client/agent_protocol.hpp"
@@ -31,8 +31,8 @@ public:
 
     // Sends one request and receives its reply of exactly reply.size() bytes. Returns 0 or the agent's -errno. Returns
     // -E2BIG if the request is too long. Returns -EREMOTEIO if the agent has ended, did not reply within half a minute,
-    // or sent an invalid reply; this connection then accepts no further request. The agent may still serve its
-    // publications until is_closed_by_agent() returns true.
+    // or sent an invalid reply; this connection then accepts no further request. The agent may still serve the
+    // publications of this connection until is_closed_by_agent() returns true.
     int call(AgentRequest type, std::span<const iovec> payload, std::span<const int> descriptors,
              std::span<std::byte> reply) noexcept;
 
@@ -64,10 +64,12 @@ private:
                  std::span<std::byte> reply) noexcept;
     int send(const AgentHeader& header, std::span<const iovec> payload, std::span<const int> descriptors) noexcept;
     int receive(const AgentHeader& request, std::span<std::byte> reply) noexcept;
+    // Logs `reason`, and marks the connection as failed. Waits until the agent has closed the socket, at most
+    // `close_timeout_ms`. Returns -EREMOTEIO.
     int fail(const char* reason, int close_timeout_ms) noexcept;
     bool wait_closed_by_agent(int timeout_ms) noexcept;
     void wait_agent_exit() noexcept;
-    struct WatchThread;
+    struct WatchThreadContext;
     bool start_watch_thread() noexcept;
     void watch_socket() noexcept;
 
@@ -75,16 +77,16 @@ private:
     std::atomic<int> fd_;
     std::atomic<int> agent_pidfd_{-1};
     pid_t agent_pid_ = 0;
-    std::uint64_t features_ = 0; // Set before other threads can use the connection.
+    std::uint64_t features_ = 0; // AgentHello::features of the agent. Set before other threads can use the connection.
     std::atomic<bool> has_failed_{false};
     std::atomic<bool> is_closed_by_agent_{false};
-    std::uint64_t sequence_ = 0;
+    std::uint64_t sequence_ = 0; // Number of the last request.
 
     // The two members below are guarded by library_mutex(), except in the destructor.
     std::vector<Semaphore*> watched_semaphores_;
     bool has_watch_thread_ = false;
-    // The watch thread releases this semaphore after its last use of this object. The thread shares the semaphore,
-    // because its release() may return after this object is destroyed.
+    // The watch thread releases this semaphore after its last use of this object. The thread shares the ownership of
+    // the semaphore, because release() may still run when this object is destroyed.
     std::shared_ptr<std::binary_semaphore> watch_thread_ended_;
 };
 

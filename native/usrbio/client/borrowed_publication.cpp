@@ -20,7 +20,7 @@ int BorrowedPublication::borrow(const char* mount, std::string_view name, std::s
     try {
         std::shared_ptr<AgentConnection> agent;
         int status = find_agent_connection(mount, agent);
-        if (status == -ENOENT) {
+        if (status == -ENOENT) { // The mount belongs to a daemon of 3FS, which requires no permission.
             return 0;
         }
         if (status == 0) {
@@ -46,7 +46,7 @@ int BorrowedPublication::borrow(const char* mount, std::string_view name, std::s
     }
 }
 
-void BorrowedPublication::give_back() noexcept {
+void BorrowedPublication::end_borrow() noexcept {
     const std::shared_ptr<AgentConnection> agent = std::exchange(agent_, nullptr);
     if (agent == nullptr) {
         return;

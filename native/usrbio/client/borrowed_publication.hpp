@@ -11,14 +11,14 @@ namespace gdrkit::usrbio {
 
 class AgentConnection;
 
-// The borrow ends with give_back() or the destructor, and also when the owner withdraws the publication. Afterwards
+// The borrow ends with end_borrow() or the destructor, and also when the owner withdraws the publication. Afterwards
 // operations in the memory fail with -EACCES. A forked child does not end the borrow of its parent.
 class BorrowedPublication {
 public:
     BorrowedPublication() noexcept = default;
     BorrowedPublication(const BorrowedPublication&) = delete;
     BorrowedPublication& operator=(const BorrowedPublication&) = delete;
-    ~BorrowedPublication() { give_back(); }
+    ~BorrowedPublication() { end_borrow(); }
 
     // Borrows the publication `name` with the target `link_target`. Call it at most once. Returns 0 if the borrow
     // succeeded or no permission is needed, else -errno. -ENOENT: no publication has that name. -EINVAL: the
@@ -26,7 +26,7 @@ public:
     // ended.
     int borrow(const char* mount, std::string_view name, std::string_view link_target) noexcept;
     // Returns the borrow to the agent, which first waits for the operations in flight.
-    void give_back() noexcept;
+    void end_borrow() noexcept;
 
 private:
     std::shared_ptr<AgentConnection> agent_; // Null: nothing is borrowed.

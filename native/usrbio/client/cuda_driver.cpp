@@ -1,4 +1,5 @@
-// Loads libcuda.so.1, unless the library was built without ENABLE_GDR, and converts its results to errno values.
+// Loads the CUDA driver (libcuda.so.1), unless this client library was built without ENABLE_GDR, and converts results
+// of the driver to errno values.
 #include "usrbio/client/cuda_driver.hpp"
 
 #include <cerrno>

@@ -13,7 +13,8 @@ namespace gdrkit::usrbio {
 
 enum class FileAccess : std::uint32_t { none = 0, read = 1, write = 2, both = 3 };
 
-constexpr FileAccess access_of(int status_flags) noexcept {
+// Converts the flags of an open file, as fcntl(F_GETFL) returns them.
+constexpr FileAccess get_file_access(int status_flags) noexcept {
     switch (status_flags & O_ACCMODE) {
     case O_RDONLY:
         return FileAccess::read;
@@ -47,7 +48,7 @@ public:
             }
             file.inode = entry.inode.load(std::memory_order_acquire);
             file.access = static_cast<FileAccess>(state & access_mask);
-            // The state includes the generation. If it has not changed, the inode belongs to this registration.
+            // If the state, which contains the generation, has not changed, the inode belongs to the same registration.
             if (entry.state.load(std::memory_order_relaxed) == state) {
                 return true;
             }
@@ -59,7 +60,8 @@ public:
     void clear(int fd) noexcept;
 
 private:
-    // Entry::state has the FileAccess, a bit for registered files, and the generation: a count of the registrations.
+    // Entry::state has the FileAccess (bits 0 and 1), the bit registered_bit, and the generation: the number of
+    // registrations that the entry has had.
     static constexpr std::uint32_t access_mask = 3;
     static constexpr std::uint32_t registered_bit = 4;
     static constexpr std::uint32_t generation_step = 8; // The generation is in this bit and all higher bits.

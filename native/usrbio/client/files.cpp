@@ -1,5 +1,6 @@
 // The C functions for files: hf3fs_reg_fd, hf3fs_dereg_fd, hf3fs_hardlink, hf3fs_punchhole. As hf3fs_usrbio.h
-// documents, these functions return 0 or a positive errno. The helper functions of this file do the same.
+// documents, these functions return a positive errno on failure. So do the helper functions of this file, unless their
+// comment says otherwise.
 #include "common/descriptor.hpp"
 #include "usrbio/client/agent_connection.hpp"
 #include "usrbio/client/file_table.hpp"
@@ -29,7 +30,7 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// A registered file. The table has it under both descriptors.
+// A registered file. The table of registrations contains it twice: under the numbers of both descriptors.
 struct Registration {
     int fd;        // The caller's descriptor.
     int duplicate; // The library's duplicate of the descriptor. hf3fs_reg_fd returns its negative number.
@@ -61,34 +62,34 @@ Registrations& registrations() {
     return *table;
 }
 
-// Sets `agent` to the connection of a mount. The caller found the mount by the agent's socket. If the socket no longer
-// exists, the agent has ended. Returns 0 or an errno.
+// Sets `agent` to the connection of a mount. Returns 0 or an errno. The caller found the mount by the agent's socket,
+// so ENOENT means that the agent has ended meanwhile.
 int find_agent(const std::string& mount, std::shared_ptr<AgentConnection>& agent) noexcept {
     const int error = -find_agent_connection(mount.c_str(), agent);
     return error == ENOENT ? EREMOTEIO : error;
 }
 
-int register_with(AgentConnection& agent, int fd, std::uint64_t& inode) noexcept {
+int register_with_agent(AgentConnection& agent, int fd, std::uint64_t& inode) noexcept {
     const std::uint64_t flags = 0;
     const iovec payload{const_cast<std::uint64_t*>(&flags), sizeof(flags)};
     return -agent.call(AgentRequest::register_file, {&payload, 1}, {&fd, 1},
                        std::as_writable_bytes(std::span(&inode, 1)));
 }
 
-void deregister_with(AgentConnection& agent, std::uint64_t inode) noexcept {
+void deregister_with_agent(AgentConnection& agent, std::uint64_t inode) noexcept {
     const iovec payload{&inode, sizeof(inode)};
     agent.call(AgentRequest::deregister_file, {&payload, 1}, {}, {});
 }
 
-// Registers the file with the agent, and sets `file.inode` and `file.agent`. In a FUSE mount of 3FS without an agent,
-// sets `file.inode` to the inode of the file.
-int register_file(int fd, Registration& file) {
+// Registers the file with the agent, and sets `registration.inode` and `registration.agent`. In a FUSE mount of 3FS
+// without an agent, sets `registration.inode` to the inode of the file.
+int register_file(int fd, Registration& registration) {
     std::string mount;
     if (find_agent_mount(fd, mount)) {
-        if (const int error = find_agent(mount, file.agent); error != 0) {
+        if (const int error = find_agent(mount, registration.agent); error != 0) {
             return error;
         }
-        return register_with(*file.agent, fd, file.inode);
+        return register_with_agent(*registration.agent, fd, registration.inode);
     }
     struct stat attributes {};
     if (!is_3fs_file(fd)) {
@@ -97,25 +98,25 @@ int register_file(int fd, Registration& file) {
     if (fstat(fd, &attributes) != 0) {
         return errno;
     }
-    file.inode = attributes.st_ino;
+    registration.inode = attributes.st_ino;
     return 0;
 }
 
 // Ends one registration. The agent counts the registrations of a file, and deregisters the file with the last one.
-void deregister_file(const Registration& file) noexcept {
-    if (file.agent != nullptr) {
-        deregister_with(*file.agent, file.inode);
+void deregister_file(const Registration& registration) noexcept {
+    if (registration.agent != nullptr) {
+        deregister_with_agent(*registration.agent, registration.inode);
     }
 }
 
-int add_registration(int fd, int duplicate, FileAccess access, const Registration& file) {
+int add_registration(int fd, int duplicate, FileAccess access, const Registration& registration) {
     const std::lock_guard lock(library_mutex());
     Registrations& table = registrations();
     if (table.by_fd.contains(fd) || table.by_fd.contains(duplicate)) {
         return EINVAL;
     }
-    const FileTable::File entry{file.inode, access};
-    table.by_fd[fd] = table.by_fd[duplicate] = {fd, duplicate, file.inode, file.agent};
+    const FileTable::File entry{registration.inode, access};
+    table.by_fd[fd] = table.by_fd[duplicate] = {fd, duplicate, registration.inode, registration.agent};
     if (!file_table().set(fd, entry) || !file_table().set(duplicate, entry)) {
         file_table().clear(fd);
         table.by_fd.erase(fd);
@@ -127,7 +128,7 @@ int add_registration(int fd, int duplicate, FileAccess access, const Registratio
 
 // Duplicates `fd` to a number that no registration uses. If the application closed a descriptor before deregistering
 // it, its number is free for the kernel, but still registered. Returns -1 and sets errno on failure.
-int duplicate_unregistered(int fd) {
+int duplicate_to_unused_number(int fd) {
     for (int fd_min = 0;;) {
         const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, fd_min);
         if (duplicate < 0) {
@@ -156,25 +157,27 @@ int register_descriptor(int fd) {
             return EINVAL;
         }
     }
-    Registration file{};
-    if (const int error = register_file(fd, file); error != 0) {
+    Registration registration{};
+    if (const int error = register_file(fd, registration); error != 0) {
         return error;
     }
-    Descriptor duplicate(duplicate_unregistered(fd));
-    const int error =
-        duplicate.get() < 0 ? errno : add_registration(fd, duplicate.get(), access_of(status_flags), file);
+    Descriptor duplicate(duplicate_to_unused_number(fd));
+    const int error = duplicate.get() < 0
+                          ? errno
+                          : add_registration(fd, duplicate.get(), get_file_access(status_flags), registration);
     if (error != 0) {
-        deregister_file(file);
+        deregister_file(registration);
         return error;
     }
     log_line(LogLevel::info, "registered descriptor %d: inode %llu, %s", fd,
-             static_cast<unsigned long long>(file.inode), file.agent == nullptr ? "without an agent" : "by the agent");
+             static_cast<unsigned long long>(registration.inode),
+             registration.agent == nullptr ? "without an agent" : "by the agent");
     return -duplicate.release();
 }
 
 void deregister_descriptor(int fd) {
     const std::lock_guard request_lock(request_mutex().mutex);
-    Registration file{};
+    Registration registration{};
     {
         const std::lock_guard lock(library_mutex());
         Registrations& table = registrations();
@@ -182,16 +185,16 @@ void deregister_descriptor(int fd) {
         if (entry == table.by_fd.end()) {
             return;
         }
-        file = entry->second;
-        for (const int descriptor : {file.fd, file.duplicate}) {
+        registration = entry->second;
+        for (const int descriptor : {registration.fd, registration.duplicate}) {
             file_table().clear(descriptor);
             table.by_fd.erase(descriptor);
         }
     }
-    deregister_file(file);
-    log_line(LogLevel::info, "deregistered descriptor %d: inode %llu", file.fd,
-             static_cast<unsigned long long>(file.inode));
-    close(file.duplicate);
+    deregister_file(registration);
+    log_line(LogLevel::info, "deregistered descriptor %d: inode %llu", registration.fd,
+             static_cast<unsigned long long>(registration.inode));
+    close(registration.duplicate);
 }
 
 int punch_holes_by_agent(AgentConnection& agent, int fd, std::uint64_t flags, int range_count, const std::size_t* begin,
@@ -200,14 +203,14 @@ int punch_holes_by_agent(AgentConnection& agent, int fd, std::uint64_t flags, in
         std::uint64_t flags;
         std::uint32_t count;
         std::uint32_t reserved;
-    } head{flags, static_cast<std::uint32_t>(range_count), 0};
+    } request_head{flags, static_cast<std::uint32_t>(range_count), 0};
     std::vector<std::uint64_t> ranges;
     ranges.reserve(2 * static_cast<std::size_t>(range_count));
     for (int i = 0; i < range_count; ++i) {
         ranges.push_back(begin[i]);
         ranges.push_back(end[i]);
     }
-    const iovec payload[] = {{&head, sizeof(head)}, {ranges.data(), ranges.size() * sizeof(ranges[0])}};
+    const iovec payload[] = {{&request_head, sizeof(request_head)}, {ranges.data(), ranges.size() * sizeof(ranges[0])}};
     return -agent.call(AgentRequest::punch_hole, payload, {&fd, 1}, {});
 }
 
@@ -301,6 +304,7 @@ int hf3fs_reg_fd(int fd, uint64_t /*flags*/) {
 }
 
 void hf3fs_dereg_fd(int fd) {
+    // A negative number is a result of hf3fs_reg_fd: minus the duplicate. -INT_MIN would overflow.
     if (fd != INT_MIN) {
         deregister_descriptor(fd < 0 ? -fd : fd);
     }

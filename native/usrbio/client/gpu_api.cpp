@@ -15,6 +15,7 @@ namespace {
 
 using namespace gdrkit::usrbio;
 
+// The layouts are parts of the C ABI.
 static_assert(sizeof(gdrkit_gpu_pool_statistics_t) == 72);
 static_assert(sizeof(hf3fs_gpu_ipc_handle_t) == gdr_handle_bytes &&
               sizeof(gdrkit_share_handle_t) == share_handle_bytes);
@@ -44,12 +45,12 @@ bool is_usable(const cuda::Driver& driver, cuda::Device device) {
 }
 
 int count_usable_devices() {
-    int count = 0, usable_count = 0;
+    int device_count = 0, usable_count = 0;
     const cuda::Driver& driver = *cuda::driver();
-    if (driver.device_count(&count) != cuda::success) {
+    if (driver.device_count(&device_count) != cuda::success) {
         return 0;
     }
-    for (int index = 0; index < count; ++index) {
+    for (int index = 0; index < device_count; ++index) {
         cuda::Device device = 0;
         usable_count += driver.device_get(&device, index) == cuda::success && is_usable(driver, device) ? 1 : 0;
     }

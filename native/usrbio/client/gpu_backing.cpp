@@ -18,7 +18,7 @@ GpuIov::~GpuIov() {
     if (belongs_to_this_process()) {
         release_memory();
     } else {
-        primary.disown();
+        primary_context.disown();
     }
 }
 
@@ -29,7 +29,7 @@ bool GpuIov::belongs_to_this_process() const noexcept {
 void GpuIov::unlink(hf3fs_iov&) noexcept {
     if (belongs_to_this_process()) {
         const std::scoped_lock lock(end_mutex_);
-        // unpublish() logs a failure, and keeps the name for another attempt.
+        // unpublish() logs a failure, and keeps publication_name, so that destroy() tries again.
         unpublish();
     }
 }
@@ -38,14 +38,14 @@ bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
     if (belongs_to_this_process()) {
         const std::scoped_lock lock(end_mutex_);
         std::shared_ptr<AgentConnection> keeping_agent;
-        if (unpublish(memory == Memory::pooled && !is_exported ? &keeping_agent : nullptr) != 0) {
+        if (unpublish(origin == Origin::pooled && !is_exported ? &keeping_agent : nullptr) != 0) {
             return false;
         }
-        borrowed.give_back();
+        borrowed.end_borrow();
         if (keeping_agent != nullptr) {
-            memory = Memory::wrapped;
+            origin = Origin::wrapped; // The pool owns the memory now, so release_memory() does nothing.
             keep_block(std::move(block), std::move(keeping_agent));
-        } else if (memory == Memory::pooled) {
+        } else if (origin == Origin::pooled) {
             count_refused_block();
         }
         release_memory();
@@ -59,19 +59,19 @@ bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
 }
 
 void GpuIov::release_memory() noexcept {
-    const Memory origin = std::exchange(memory, Memory::wrapped);
-    if (origin == Memory::wrapped) {
+    const Origin previous_origin = std::exchange(origin, Origin::wrapped);
+    if (previous_origin == Origin::wrapped) {
         return;
     }
-    if (origin == Memory::pooled) {
+    if (previous_origin == Origin::pooled) {
         block.reset();
         return;
     }
-    const CurrentContext current(driver, context);
-    if (current.error() != 0) {
+    const CurrentContext current_context(driver, context);
+    if (current_context.error() != 0) {
         return;
     }
-    const bool is_allocated = origin == Memory::allocated;
+    const bool is_allocated = previous_origin == Origin::allocated;
     if (const cuda::Result result = is_allocated ? driver.free(base) : driver.ipc_close(base);
         result != cuda::success) {
         log_line(LogLevel::error, "%s() failed: %s (%d)", is_allocated ? "cuMemFree" : "cuIpcCloseMemHandle",
@@ -85,7 +85,7 @@ int GpuIov::unpublish(std::shared_ptr<AgentConnection>* keeping_agent) noexcept 
     }
     const int error = keeping_agent == nullptr ? usrbio::unpublish(mount.c_str(), publication_name)
                                                : unpublish_and_keep(mount.c_str(), publication_name, keeping_agent);
-    // -EREMOTEIO: the agent has ended, and with it the registration of the memory. -ENOENT: there is no link to remove.
+    // -EREMOTEIO: the agent has ended, so the memory is no longer registered. -ENOENT: there is no link to remove.
     if (error != 0 && error != -ENOENT && error != -EREMOTEIO) {
         log_line(LogLevel::error, "unpublish %s of %s failed: %s", publication_name.c_str(), mount.c_str(),
                  ErrnoText(-error).c_str());
@@ -99,8 +99,8 @@ std::shared_ptr<GpuIov> find_gpu_iov(const hf3fs_iov* iov) noexcept {
     if (iov == nullptr || iov->iovh == nullptr) {
         return nullptr;
     }
-    auto gpu = std::dynamic_pointer_cast<GpuIov>(find_iov(iov->iovh));
-    return gpu && gpu->belongs_to_this_process() ? gpu : nullptr;
+    auto gpu_iov = std::dynamic_pointer_cast<GpuIov>(find_iov(iov->iovh));
+    return gpu_iov && gpu_iov->belongs_to_this_process() ? gpu_iov : nullptr;
 }
 
 } // namespace gdrkit::usrbio

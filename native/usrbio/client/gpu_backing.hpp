@@ -22,9 +22,10 @@ namespace gdrkit::usrbio {
 
 class GpuIov final : public IovBacking {
 public:
-    // Origin of the memory. Allocated memory is freed at the end, opened memory is unmapped, and wrapped memory belongs
-    // to the application. Pooled memory is a block, which the pool keeps for the next iov or frees.
-    enum class Memory { allocated, pooled, wrapped, opened };
+    // Origin of the memory, which decides what happens to it when the iov ends. Allocated memory is freed, opened
+    // memory is unmapped, and wrapped memory belongs to the application. Pooled memory is a block, which the pool keeps
+    // for the next iov or frees.
+    enum class Origin { allocated, pooled, wrapped, opened };
 
     GpuIov(const cuda::Driver& driver, int device);
     GpuIov(const GpuIov&) = delete;
@@ -40,14 +41,14 @@ public:
 
     const cuda::Driver& driver;
     const int device;
-    PrimaryContext primary;
+    PrimaryContext primary_context;
     cuda::Context context = nullptr; // The context that holds the memory.
-    Memory memory = Memory::wrapped;
+    Origin origin = Origin::wrapped;
     std::unique_ptr<GpuBlock> block; // Pooled memory.
     // Set when the application exported a handle of the memory. Another process may then map the memory at any time, so
-    // that no later iov can use it.
+    // the pool must not keep it for a later iov.
     std::atomic<bool> is_exported{false};
-    cuda::DevicePointer base = 0;    // Address to free or unmap at the end; unused for wrapped memory.
+    cuda::DevicePointer base = 0;    // Address to free or unmap when the iov ends; 0 for wrapped and pooled memory.
     cuda::DevicePointer pointer = 0; // Address of the first byte of the iov.
     std::size_t size_bytes = 0;
     Allocation allocation;                          // The allocation that contains the first byte.
@@ -59,7 +60,7 @@ public:
 
 private:
     // Withdraws the publication, if there is one. If `keeping_agent` is not null, asks the agent to keep the memory
-    // registered, and sets `*keeping_agent` to the connection to the agent if the agent does.
+    // registered. If the agent does so, sets `*keeping_agent` to the connection to this agent.
     int unpublish(std::shared_ptr<AgentConnection>* keeping_agent = nullptr) noexcept;
     void release_memory() noexcept; // Forgets the memory even if the driver fails to free or unmap it.
 

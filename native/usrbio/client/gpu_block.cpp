@@ -28,15 +28,15 @@ GpuBlock::GpuBlock(const cuda::Driver& block_driver, int device_number, std::siz
 GpuBlock::~GpuBlock() {
     remove_block(*this);
     if (creator_pid_ != getpid()) {
-        primary_.disown();
+        primary_context_.disown();
         return;
     }
     if (drop_registration() != 0 || base == 0 || !is_intact()) {
         return;
     }
     dmabuf.descriptor.reset();
-    const CurrentContext current(driver, primary_.get());
-    if (current.error() == 0) {
+    const CurrentContext current_context(driver, primary_context_.get());
+    if (current_context.error() == 0) {
         if (const cuda::Result result = driver.free(base); result != cuda::success) {
             log_failure(driver, "cuMemFree()", result);
         }
@@ -46,7 +46,7 @@ GpuBlock::~GpuBlock() {
 int GpuBlock::create(const cuda::Driver& driver, int device, std::size_t block_bytes,
                      std::unique_ptr<GpuBlock>* block) {
     std::unique_ptr<GpuBlock> new_block(new GpuBlock(driver, device, block_bytes));
-    if (const int error = new_block->primary_.retain(driver, device); error != 0) {
+    if (const int error = new_block->primary_context_.retain(driver, device); error != 0) {
         return error;
     }
     const cuda::Result result = driver.allocate(&new_block->base, block_bytes);
@@ -82,18 +82,19 @@ int GpuBlock::fill_and_export() {
 }
 
 bool GpuBlock::is_intact() const noexcept {
-    const CurrentContext current(driver, primary_.get());
+    const CurrentContext current_context(driver, primary_context_.get());
     std::uint64_t buffer_id = 0;
-    return current.error() == 0 && driver.pointer_get(&buffer_id, cuda::pointer_buffer_id, base) == cuda::success &&
-           buffer_id == buffer_id_;
+    return current_context.error() == 0 &&
+           driver.pointer_get(&buffer_id, cuda::pointer_buffer_id, base) == cuda::success && buffer_id == buffer_id_;
 }
 
 int GpuBlock::clear() noexcept {
-    const CurrentContext current(driver, primary_.get());
-    if (current.error() != 0) {
-        return current.error();
+    const CurrentContext current_context(driver, primary_context_.get());
+    if (current_context.error() != 0) {
+        return current_context.error();
     }
-    // The first wait is for kernels of streams that the default stream does not wait for. cuMemFree() waits too.
+    // First wait for all kernels that may still use the memory, as cuMemFree() would. The default stream does not wait
+    // for the kernels of non-blocking streams.
     cuda::Result result = driver.context_synchronize();
     if (result == cuda::success) {
         result = driver.fill(base, 0, block_bytes);
@@ -108,11 +109,12 @@ int GpuBlock::drop_registration() noexcept {
     if (keeping_agent == nullptr) {
         return 0;
     }
-    std::uint64_t flags = 0;
+    std::uint64_t flags = 0; // Reserved.
     const iovec payload{&flags, sizeof flags};
     const int fd = dmabuf.descriptor.get();
     const int status = keeping_agent->call(AgentRequest::drop_kept, {&payload, 1}, {&fd, 1}, {});
-    // -ENOENT: the agent does not keep a registration. An agent that has ended keeps none either.
+    // -ENOENT: the agent keeps no registration of this memory. The registrations of an agent that has ended are gone
+    // too.
     if (status == 0 || status == -ENOENT || (status == -EREMOTEIO && keeping_agent->check_closed_by_agent())) {
         keeping_agent.reset();
         return 0;

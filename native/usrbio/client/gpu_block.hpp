@@ -23,15 +23,15 @@ public:
                       std::unique_ptr<GpuBlock>* block);
     GpuBlock(const GpuBlock&) = delete;
     GpuBlock& operator=(const GpuBlock&) = delete;
-    // Asks the agent to end the kept registration, then frees the memory. If the agent does not confirm this, the
-    // memory is not freed, because a NIC may still access it.
+    // Asks the agent to end the registration that it keeps, then frees the memory. If the agent does not confirm the
+    // end, the memory is not freed, because a NIC may still access it.
     ~GpuBlock();
 
     // Returns false if the application has freed the memory by a reset of the context.
     [[nodiscard]] bool is_intact() const noexcept;
     // Waits for the work of the context, and fills the memory with zeros. Returns 0 or -errno.
     int clear() noexcept;
-    // Closes the dma-buf in a forked child, where the block cannot be used.
+    // Closes the dma-buf. Call it in a forked child, where the block cannot be used.
     void close_in_child() noexcept { dmabuf.descriptor.reset(); }
 
     const cuda::Driver& driver;
@@ -43,15 +43,15 @@ public:
     Dmabuf dmabuf;
     // The connection to the agent that keeps the memory registered while the block is idle; null if no agent does.
     std::shared_ptr<AgentConnection> keeping_agent;
-    std::chrono::steady_clock::time_point idle_since; // Valid for an idle block.
+    std::chrono::steady_clock::time_point idle_since; // Only for an idle block.
 
 private:
     GpuBlock(const cuda::Driver& driver, int device, std::size_t block_bytes);
     int fill_and_export();
     int drop_registration() noexcept;
 
-    PrimaryContext primary_;
-    std::uint64_t buffer_id_ = 0; // The driver never uses the id of an allocation again.
+    PrimaryContext primary_context_;
+    std::uint64_t buffer_id_ = 0; // Id of the allocation, which the driver gives to no later allocation.
     pid_t creator_pid_;
 };
 

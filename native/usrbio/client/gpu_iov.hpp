@@ -1,5 +1,6 @@
-// GPU iovs: the implementation of the C functions of hf3fs_usrbio_gdr.h. All functions return 0 or -errno as documented
-// there. They may be called from any thread, and preserve the CUDA context of the calling thread.
+// GPU iovs: the implementation of the C functions of hf3fs_usrbio_gdr.h, which documents arguments and results. Unless
+// a comment says otherwise, functions of type int return 0 or -errno. Any thread may call the functions. They preserve
+// the CUDA context of the calling thread.
 #pragma once
 
 #include <cstddef>

@@ -20,24 +20,24 @@ int log_failure(const cuda::Driver& driver, const char* function_name, cuda::Dev
 }
 
 template <typename Value>
-cuda::Result query_pointer(const cuda::Driver& driver, cuda::PointerAttribute attribute, cuda::DevicePointer pointer,
-                           Value* value) {
+cuda::Result query_attribute(const cuda::Driver& driver, cuda::PointerAttribute attribute, cuda::DevicePointer pointer,
+                             Value* value) {
     return driver.pointer_get(static_cast<void*>(value), attribute, pointer);
 }
 
 // Returns null if a NIC can access the byte at `pointer` as memory of `device`, else the reason why not.
 const char* find_dma_obstacle(const cuda::Driver& driver, int device, cuda::DevicePointer pointer) {
-    std::uint32_t type = 0, managed = 0;
+    std::uint32_t memory_type = 0, is_managed = 0;
     int owner_device = -1;
-    // For an address of ordinary host memory, the driver returns an error.
-    if (query_pointer(driver, cuda::pointer_memory_type, pointer, &type) != cuda::success ||
-        type != cuda::memory_device) {
+    // For host memory that CUDA does not know, the driver returns an error.
+    if (query_attribute(driver, cuda::pointer_memory_type, pointer, &memory_type) != cuda::success ||
+        memory_type != cuda::memory_device) {
         return "the address is host memory, or not mapped";
     }
-    if (query_pointer(driver, cuda::pointer_is_managed, pointer, &managed) != cuda::success || managed != 0) {
+    if (query_attribute(driver, cuda::pointer_is_managed, pointer, &is_managed) != cuda::success || is_managed != 0) {
         return "managed memory moves between host and device, so a NIC cannot pin it";
     }
-    if (query_pointer(driver, cuda::pointer_device_ordinal, pointer, &owner_device) != cuda::success ||
+    if (query_attribute(driver, cuda::pointer_device_ordinal, pointer, &owner_device) != cuda::success ||
         owner_device != device) {
         return "the address is memory of another device";
     }
@@ -92,15 +92,15 @@ CurrentContext::CurrentContext(const cuda::Driver& driver, cuda::Context context
 }
 
 CurrentContext::~CurrentContext() {
-    cuda::Context previous_top = nullptr;
-    if (error_ == 0 && driver_.context_pop(&previous_top) != cuda::success) {
+    cuda::Context popped_context = nullptr;
+    if (error_ == 0 && driver_.context_pop(&popped_context) != cuda::success) {
         log_line(LogLevel::error, "cuCtxPopCurrent() failed");
     }
 }
 
 cuda::Context find_context(const cuda::Driver& driver, cuda::DevicePointer pointer, cuda::Context fallback) {
     cuda::Context context = nullptr;
-    const cuda::Result result = query_pointer(driver, cuda::pointer_context, pointer, &context);
+    const cuda::Result result = query_attribute(driver, cuda::pointer_context, pointer, &context);
     return result == cuda::success && context != nullptr ? context : fallback;
 }
 
@@ -143,6 +143,7 @@ int enable_sync_memops(const cuda::Driver& driver, cuda::DevicePointer pointer) 
     if (result != cuda::not_supported) {
         return log_failure(driver, "cuPointerSetAttribute(SYNC_MEMOPS)", pointer, result);
     }
+    // This memory does not have the attribute. Set the flag of the context, unless it is set already.
     unsigned flags = 0;
     if (const cuda::Result flags_result = driver.context_flags(&flags); flags_result != cuda::success) {
         return log_failure(driver, "cuCtxGetFlags()", pointer, flags_result);
@@ -163,7 +164,8 @@ int enable_sync_memops(const cuda::Driver& driver, cuda::DevicePointer pointer) 
 int export_ipc(const cuda::Driver& driver, cuda::DevicePointer pointer, IpcBytes* ipc) {
     cuda::IpcHandle handle{};
     const cuda::Result result = driver.ipc_get(&handle, pointer);
-    // The driver returns CUDA_ERROR_INVALID_VALUE for memory of pools, VMM memory and imported memory.
+    // The driver returns CUDA_ERROR_INVALID_VALUE for memory of cuMemAllocAsync, VMM memory (cuMemCreate) and imported
+    // memory.
     if (result == cuda::invalid_value || result == cuda::not_supported) {
         return -ENOTSUP;
     }
@@ -178,8 +180,8 @@ int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::
     if (driver.range_handle == nullptr) {
         return -ENOTSUP;
     }
-    // The driver can export only whole pages, but small allocations share pages (they are aligned to 512 bytes).
-    // Therefore export all pages that contain a byte of the range.
+    // The driver can export only whole pages, but allocations are aligned to 512 bytes, so a range may begin and end
+    // inside a page. Therefore export all pages that contain a byte of the range.
     const std::uint64_t page_bytes = host_page_bytes();
     const cuda::DevicePointer base = pointer / page_bytes * page_bytes;
     const cuda::DevicePointer last_address = pointer + (size_bytes - 1);
@@ -196,26 +198,26 @@ int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::
     return 0;
 }
 
-int find_ipc_device(const cuda::Driver& driver, const IpcBytes& ipc, int hint, int* device) {
+int find_ipc_device(const cuda::Driver& driver, const IpcBytes& ipc, int device_hint, int* device) {
     int count = 0;
     if (driver.device_count(&count) != cuda::success || count == 0) {
         log_line(LogLevel::error, "this process has no CUDA device");
         return -ENODEV;
     }
-    const int first_device = hint >= 0 && hint < count ? hint : 0;
+    const int first_device = device_hint >= 0 && device_hint < count ? device_hint : 0;
     for (int attempt = 0; attempt < count; ++attempt) {
         const int candidate = (first_device + attempt) % count;
-        PrimaryContext primary;
-        if (const int error = primary.retain(driver, candidate); error != 0) {
+        PrimaryContext primary_context;
+        if (const int error = primary_context.retain(driver, candidate); error != 0) {
             continue;
         }
-        const CurrentContext current_context(driver, primary.get());
+        const CurrentContext current_context(driver, primary_context.get());
         cuda::DevicePointer base = 0;
         if (current_context.error() != 0 || open_ipc(driver, ipc, &base) != cuda::success) {
             continue;
         }
         // The driver may also open the handle on another device that can access the memory.
-        const cuda::Result result = query_pointer(driver, cuda::pointer_device_ordinal, base, device);
+        const cuda::Result result = query_attribute(driver, cuda::pointer_device_ordinal, base, device);
         driver.ipc_close(base);
         return result == cuda::success ? 0 : log_failure(driver, "cuPointerGetAttribute(DEVICE_ORDINAL)", base, result);
     }

@@ -1,5 +1,5 @@
 // Wrappers of the CUDA driver for GPU iovs: contexts, checks of the memory at an address, and handles for other
-// processes. The functions return 0 or -errno and log the error of the driver.
+// processes. Unless a comment says otherwise, functions of type int return 0 or -errno, and log an error of the driver.
 #pragma once
 
 #include <array>
@@ -11,9 +11,11 @@
 
 namespace gdrkit::usrbio {
 
+// The bytes of a CUipcMemHandle, by which another process maps an allocation.
 using IpcBytes = std::array<std::uint8_t, 64>;
 
-// A reference to the primary context of a device, which the CUDA runtime API and torch use too.
+// A reference to the primary context of a device. The CUDA runtime API and torch use this context too. It exists as
+// long as a reference exists.
 class PrimaryContext {
 public:
     PrimaryContext() = default;
@@ -35,7 +37,7 @@ private:
     cuda::Context context_ = nullptr;
 };
 
-// Makes a context current in this thread, and restores the previous context at the end.
+// Makes a context current in this thread. The destructor restores the previous context.
 class CurrentContext {
 public:
     CurrentContext(const cuda::Driver& driver, cuda::Context context);
@@ -50,12 +52,14 @@ private:
     int error_ = 0;
 };
 
+// An allocation of device memory, or a chunk of VMM memory.
 struct Allocation {
     cuda::DevicePointer base = 0;
     std::size_t bytes = 0;
 };
 
-// Returns the context that holds the memory, or `fallback` for memory without a context (VMM, pools).
+// Returns the context that holds the memory, or `fallback` for memory without a context (memory of cuMemCreate or
+// cuMemAllocAsync).
 cuda::Context find_context(const cuda::Driver& driver, cuda::DevicePointer pointer, cuda::Context fallback);
 
 // Checks that the whole range is memory of `device`, and sets `allocation` to the allocation that contains the first
@@ -65,8 +69,8 @@ int check_device_memory(const cuda::Driver& driver, int device, cuda::DevicePoin
                         Allocation* allocation);
 
 // Sets the attribute SYNC_MEMOPS of this memory: synchronous copies to it then complete before they return, so that a
-// NIC reads the copied bytes. VMM memory does not have the attribute, so the function sets the flag of the current
-// context instead, which applies to all memory of the context.
+// NIC reads the copied bytes. VMM memory (cuMemCreate) does not have the attribute. For such memory the function sets
+// the flag CU_CTX_SYNC_MEMOPS of the current context, which applies to all memory of the context.
 int enable_sync_memops(const cuda::Driver& driver, cuda::DevicePointer pointer);
 
 // Exports the IPC handle of the allocation that contains `pointer`. -ENOTSUP: this type of memory has no IPC handle.
@@ -83,12 +87,12 @@ struct Dmabuf {
 // Exports a dma-buf of the range. -ENOTSUP: this driver or this type of memory does not support dma-bufs.
 int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::size_t size_bytes, Dmabuf* dmabuf);
 
-// Finds the device of this process that has the memory of an IPC handle. Tries the device with the number `hint` first.
-// Returns 0, -ENODEV if this process has no device, or -EINVAL if the driver refuses the handle on every device.
-int find_ipc_device(const cuda::Driver& driver, const IpcBytes& ipc, int hint, int* device);
+// Finds the device of this process that has the memory of an IPC handle. Tries the device with the number `device_hint`
+// first. Returns 0, -ENODEV if this process has no device, or -EINVAL if the driver refuses the handle on every device.
+int find_ipc_device(const cuda::Driver& driver, const IpcBytes& ipc, int device_hint, int* device);
 
 // Maps memory of another process and sets `base` to its address. Returns the result of the driver instead of an errno,
-// because callers convert it differently.
+// because the callers return different errno values for it.
 cuda::Result open_ipc(const cuda::Driver& driver, const IpcBytes& ipc, cuda::DevicePointer* base);
 
 } // namespace gdrkit::usrbio

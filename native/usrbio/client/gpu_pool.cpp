@@ -1,4 +1,4 @@
-// The idle blocks of the GPU pool, its limits and statistics, and the thread that frees blocks that are idle for too
+// The GPU pool: its idle blocks, limits and statistics, and the thread that frees blocks that have been idle for too
 // long.
 #include "usrbio/client/gpu_pool.hpp"
 
@@ -23,20 +23,20 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Blocks = std::list<std::unique_ptr<GpuBlock>>;
 
-constexpr std::size_t page_bytes = 65536; // The page in which nvidia-peermem pins device memory.
-constexpr std::size_t fine_steps_above_bytes = 1 << 20;
+constexpr std::size_t page_bytes = 65536;               // nvidia-peermem pins device memory in pages of this size.
+constexpr std::size_t fine_steps_above_bytes = 1 << 20; // See choose_pool_block_bytes().
 constexpr std::size_t idle_bytes_default = std::size_t{256} << 20;
 constexpr std::size_t idle_ms_default = 10000;
-constexpr std::chrono::milliseconds check_interval{1000}; // How often the thread checks the idle blocks.
+constexpr std::chrono::milliseconds check_interval{1000}; // Longest time between two checks of the idle blocks.
 
-// All members are guarded by library_mutex(), which fork() locks.
+// library_mutex() guards all members. It is also locked during fork(), so a child gets a consistent pool.
 struct Pool {
-    Blocks idle;                // The longest idle block is the first.
-    std::set<GpuBlock*> blocks; // Idle blocks, and blocks in use.
-    std::size_t idle_bytes = 0, blocks_bytes = 0;
+    Blocks idle_blocks;             // The longest idle block is the first.
+    std::set<GpuBlock*> all_blocks; // Idle blocks, and blocks in use.
+    std::size_t idle_bytes = 0, all_blocks_bytes = 0;
     std::size_t idle_bytes_max = 0;
     std::chrono::milliseconds idle_time_max{};
-    std::uint64_t hits_count = 0, misses_count = 0, trimmed_count = 0, refused_count = 0;
+    std::uint64_t hit_count = 0, miss_count = 0, trimmed_count = 0, refused_count = 0;
     bool has_thread = false;
     std::condition_variable thread_wakeup;
 };
@@ -48,9 +48,10 @@ Pool& get_pool() {
         new_pool->idle_bytes_max = read_number_variable("GDRKIT_USRBIO_GPU_POOL_BYTES", idle_bytes_default);
         new_pool->idle_time_max = std::chrono::milliseconds(
             std::min(read_number_variable("GDRKIT_USRBIO_GPU_POOL_IDLE_MS", idle_ms_default), std::size_t{1} << 31));
-        // A child can use neither the memory nor the driver of its parent, so it abandons the objects of the old pool.
+        // A child can use neither the memory nor the driver of its parent. So it abandons the objects of the old pool,
+        // and keeps only the limits.
         add_fork_handler([] {
-            for (GpuBlock* const block : get_pool().blocks) {
+            for (GpuBlock* const block : get_pool().all_blocks) {
                 block->close_in_child();
             }
             const std::size_t idle_bytes_max = get_pool().idle_bytes_max;
@@ -64,17 +65,17 @@ Pool& get_pool() {
     return *instance;
 }
 
-std::size_t round_up_to_block(std::size_t bytes, std::size_t step_bytes) {
+std::size_t round_up_to_multiple(std::size_t bytes, std::size_t step_bytes) {
     return (bytes + step_bytes - 1) / step_bytes * step_bytes;
 }
 
-// Moves idle blocks to `removed_blocks`, beginning with the longest idle block, as long as `is_removed` returns true.
+// Moves idle blocks to `removed_blocks`, beginning with the longest idle block, as long as `must_remove` returns true.
 // The caller has locked library_mutex(), and destroys the blocks after the unlock.
-template <typename Condition> void move_idle_blocks(Pool& pool, Blocks& removed_blocks, const Condition& is_removed) {
-    while (!pool.idle.empty() && is_removed(*pool.idle.front())) {
-        pool.idle_bytes -= pool.idle.front()->block_bytes;
+template <typename Condition> void move_idle_blocks(Pool& pool, Blocks& removed_blocks, const Condition& must_remove) {
+    while (!pool.idle_blocks.empty() && must_remove(*pool.idle_blocks.front())) {
+        pool.idle_bytes -= pool.idle_blocks.front()->block_bytes;
         ++pool.trimmed_count;
-        removed_blocks.splice(removed_blocks.end(), pool.idle, pool.idle.begin());
+        removed_blocks.splice(removed_blocks.end(), pool.idle_blocks, pool.idle_blocks.begin());
     }
 }
 
@@ -89,27 +90,27 @@ void log_trimmed(const Blocks& removed_blocks) {
 }
 
 bool has_memory_pressure(int device) {
-    PrimaryContext primary;
-    if (primary.retain(*cuda::driver(), device) != 0) {
+    PrimaryContext primary_context;
+    if (primary_context.retain(*cuda::driver(), device) != 0) {
         return false;
     }
-    const CurrentContext current(*cuda::driver(), primary.get());
-    return current.error() == 0 && would_exhaust_memory(*cuda::driver(), 0);
+    const CurrentContext current_context(*cuda::driver(), primary_context.get());
+    return current_context.error() == 0 && would_exhaust_memory(*cuda::driver(), 0);
 }
 
-// Frees the blocks that have been idle for too long, and all blocks if a device is short of memory. Runs in a thread
-// while there are idle blocks.
+// Frees the blocks that have been idle for too long, and all idle blocks if a device is short of memory. Runs in a
+// thread while there are idle blocks.
 void trim_until_empty() {
     std::unique_lock lock(library_mutex());
     Pool& pool = get_pool();
-    while (!pool.idle.empty()) {
+    while (!pool.idle_blocks.empty()) {
         const auto interval = std::clamp(pool.idle_time_max, std::chrono::milliseconds(1), check_interval);
         pool.thread_wakeup.wait_for(lock, interval);
         Blocks removed_blocks;
         const Clock::time_point expiry = Clock::now() - pool.idle_time_max;
         move_idle_blocks(pool, removed_blocks, [&](const GpuBlock& block) { return block.idle_since <= expiry; });
         std::set<int> devices;
-        for (const auto& block : pool.idle) {
+        for (const auto& block : pool.idle_blocks) {
             devices.insert(block->device);
         }
         lock.unlock();
@@ -130,18 +131,19 @@ void start_thread(Pool& pool) {
     }
     pool.has_thread = start_pool_thread("hf3fs-gpu-pool", trim_until_empty);
     if (!pool.has_thread) {
-        log_line(LogLevel::warning, "GPU pool: no thread can be started, so idle blocks are freed only at the limit");
+        log_line(LogLevel::warning,
+                 "GPU pool: no thread can be started, so idle blocks are freed only above the limit of idle bytes");
     }
 }
 
 } // namespace
 
 std::size_t choose_pool_block_bytes(std::size_t size_bytes) noexcept {
-    const std::size_t bytes = round_up_to_block(size_bytes, page_bytes);
+    const std::size_t bytes = round_up_to_multiple(size_bytes, page_bytes);
     if (bytes <= fine_steps_above_bytes) {
         return std::bit_ceil(bytes);
     }
-    return round_up_to_block(bytes, std::bit_floor(bytes - 1) / 2);
+    return round_up_to_multiple(bytes, std::bit_floor(bytes - 1) / 2);
 }
 
 bool may_use_pool(std::size_t size_bytes) noexcept {
@@ -152,31 +154,31 @@ bool may_use_pool(std::size_t size_bytes) noexcept {
 
 std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept {
     Pool& pool = get_pool();
-    const std::size_t needed_bytes = round_up_to_block(size_bytes, page_bytes);
+    const std::size_t needed_bytes = round_up_to_multiple(size_bytes, page_bytes);
     for (;;) {
         std::unique_ptr<GpuBlock> block;
         {
             const std::lock_guard lock(library_mutex());
-            auto best = pool.idle.end();
-            for (auto entry = pool.idle.begin(); entry != pool.idle.end(); ++entry) {
+            auto best = pool.idle_blocks.end();
+            for (auto entry = pool.idle_blocks.begin(); entry != pool.idle_blocks.end(); ++entry) {
                 const GpuBlock& candidate = **entry;
                 if (candidate.keeping_agent.get() == &agent && candidate.device == device &&
                     candidate.block_bytes >= needed_bytes && candidate.block_bytes / 2 <= needed_bytes &&
-                    (best == pool.idle.end() || candidate.block_bytes < (*best)->block_bytes)) {
+                    (best == pool.idle_blocks.end() || candidate.block_bytes < (*best)->block_bytes)) {
                     best = entry;
                 }
             }
-            if (best == pool.idle.end()) {
-                ++pool.misses_count;
+            if (best == pool.idle_blocks.end()) {
+                ++pool.miss_count;
                 return nullptr;
             }
             block = std::move(*best);
-            pool.idle.erase(best);
+            pool.idle_blocks.erase(best);
             pool.idle_bytes -= block->block_bytes;
         }
         if (block->is_intact()) {
             const std::lock_guard lock(library_mutex());
-            ++pool.hits_count;
+            ++pool.hit_count;
             return block;
         }
     } // The application has reset the context, which freed the memory. The destructor of the block ends the
@@ -197,9 +199,9 @@ void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection
         Pool& pool = get_pool();
         const std::lock_guard lock(library_mutex());
         pool.idle_bytes += added_block.front()->block_bytes;
-        pool.idle.splice(pool.idle.end(), added_block);
+        pool.idle_blocks.splice(pool.idle_blocks.end(), added_block);
         move_idle_blocks(pool, removed_blocks, [&](const GpuBlock&) { return pool.idle_bytes > pool.idle_bytes_max; });
-        if (!pool.idle.empty()) {
+        if (!pool.idle_blocks.empty()) {
             start_thread(pool);
         }
     } catch (const std::bad_alloc&) {
@@ -240,12 +242,12 @@ gdrkit_gpu_pool_statistics_t get_pool_statistics() noexcept {
     Pool& pool = get_pool();
     const std::lock_guard lock(library_mutex());
     return {.idle_bytes_max = pool.idle_bytes_max,
-            .idle_blocks = pool.idle.size(),
+            .idle_blocks = pool.idle_blocks.size(),
             .idle_bytes = pool.idle_bytes,
-            .in_use_blocks = pool.blocks.size() - pool.idle.size(),
-            .in_use_bytes = pool.blocks_bytes - pool.idle_bytes,
-            .hits = pool.hits_count,
-            .misses = pool.misses_count,
+            .in_use_blocks = pool.all_blocks.size() - pool.idle_blocks.size(),
+            .in_use_bytes = pool.all_blocks_bytes - pool.idle_bytes,
+            .hits = pool.hit_count,
+            .misses = pool.miss_count,
             .trimmed_blocks = pool.trimmed_count,
             .refused_blocks = pool.refused_count};
 }
@@ -253,15 +255,15 @@ gdrkit_gpu_pool_statistics_t get_pool_statistics() noexcept {
 void add_block(GpuBlock& block) {
     Pool& pool = get_pool();
     const std::lock_guard lock(library_mutex());
-    pool.blocks.insert(&block);
-    pool.blocks_bytes += block.block_bytes;
+    pool.all_blocks.insert(&block);
+    pool.all_blocks_bytes += block.block_bytes;
 }
 
 void remove_block(GpuBlock& block) noexcept {
     Pool& pool = get_pool();
     const std::lock_guard lock(library_mutex());
-    if (pool.blocks.erase(&block) != 0) { // A forked child has forgotten the blocks of its parent.
-        pool.blocks_bytes -= block.block_bytes;
+    if (pool.all_blocks.erase(&block) != 0) { // A forked child has forgotten the blocks of its parent.
+        pool.all_blocks_bytes -= block.block_bytes;
     }
 }
 

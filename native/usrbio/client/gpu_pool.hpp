@@ -14,22 +14,23 @@ namespace gdrkit::usrbio {
 class GpuBlock;
 
 // Returns the size of the block for an iov of `size_bytes`, rounded up. Sizes of blocks are powers of two from 64 KiB
-// on and, above 1 MiB, also 1.5 times these powers. So iovs of similar sizes can use the same block, and a large iov
-// leaves at most a third of its block unused.
+// on and, above 1 MiB, also 1.5 times these powers. So iovs of similar sizes can use the same block. An iov above 1 MiB
+// leaves at most a third of a new block unused.
 std::size_t choose_pool_block_bytes(std::size_t size_bytes) noexcept;
 
-// Returns whether an iov of `size_bytes` may come from the pool: the limit of idle bytes admits its block.
+// Returns whether an iov of `size_bytes` may come from the pool: its block must not be larger than the limit of idle
+// bytes.
 bool may_use_pool(std::size_t size_bytes) noexcept;
 
 // Returns the smallest idle block of this agent and device that has between one and two times `size_bytes`. Returns
 // null if no block fits.
 std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept;
 
-// Clears a block and keeps it for later iovs. `agent` keeps its registration. If the limit of idle bytes is exceeded,
-// frees the blocks that have been idle longest.
+// Clears a block and keeps it for later iovs. `agent` is the connection to the agent that keeps the memory registered.
+// If the limit of idle bytes is exceeded, frees the blocks that have been idle longest.
 void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection> agent) noexcept;
 
-// Counts an iov whose memory could not be kept for the next one.
+// Adds 1 to the number of iovs whose block the pool could not keep for a later iov.
 void count_refused_block() noexcept;
 
 // Frees the blocks that have been idle longest, until at most `bytes_max` are idle. Returns the number of blocks freed.
@@ -40,7 +41,8 @@ void set_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept;
 
 gdrkit_gpu_pool_statistics_t get_pool_statistics() noexcept;
 
-// Called by the constructor and the destructor of a block.
+// The constructor and the destructor of a block call these functions, so that the pool knows all blocks, not only the
+// idle ones.
 void add_block(GpuBlock& block);
 void remove_block(GpuBlock& block) noexcept;
 

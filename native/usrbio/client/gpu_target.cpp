@@ -15,7 +15,7 @@ void append_hex(std::string& text, std::uint8_t byte) {
     text += hex_digits[byte & 0xf];
 }
 
-// Removes `prefix` from the beginning of the text. Returns false if the text does not begin with it.
+// Removes `prefix` from the beginning of the text. Returns false if the text does not begin with `prefix`.
 bool consume(std::string_view& text, std::string_view prefix) {
     if (!text.starts_with(prefix)) {
         return false;
@@ -24,7 +24,8 @@ bool consume(std::string_view& text, std::string_view prefix) {
     return true;
 }
 
-// Consumes a decimal number without sign, blank or leading zero.
+// Removes a decimal number without sign, blank or leading zero from the beginning of the text. Returns false if the
+// text begins with something else.
 template <typename Number> bool consume_number(std::string_view& text, Number& number) {
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number, 10);
     const auto length = static_cast<std::size_t>(end - text.data());
@@ -35,8 +36,9 @@ template <typename Number> bool consume_number(std::string_view& text, Number& n
     return true;
 }
 
-// Consumes two hexadecimal digits. Accepts only lower case, so that a target has only one spelling.
-bool consume_hex(std::string_view& text, std::uint8_t& byte) {
+// Removes two hexadecimal digits from the beginning of the text. Accepts only lower case, so that a target has only one
+// spelling. Returns false if the text begins with something else.
+bool consume_hex_byte(std::string_view& text, std::uint8_t& byte) {
     if (text.size() < 2) {
         return false;
     }
@@ -50,8 +52,8 @@ bool consume_hex(std::string_view& text, std::uint8_t& byte) {
 }
 
 // Returns whether the text of a UUID has a hyphen before this byte.
-bool has_hyphen_before(std::size_t byte) {
-    return byte == 4 || byte == 6 || byte == 8 || byte == 10;
+bool has_hyphen_before(std::size_t byte_index) {
+    return byte_index == 4 || byte_index == 6 || byte_index == 8 || byte_index == 10;
 }
 
 } // namespace
@@ -80,7 +82,7 @@ std::optional<GpuTarget> parse_target(std::string_view text) {
     }
     if (consume(text, "/ipc/")) {
         target.ipc.emplace();
-        if (!std::ranges::all_of(*target.ipc, [&](std::uint8_t& byte) { return consume_hex(text, byte); })) {
+        if (!std::ranges::all_of(*target.ipc, [&](std::uint8_t& byte) { return consume_hex_byte(text, byte); })) {
             return std::nullopt;
         }
     } else if (!consume(text, "/dmabuf")) {
@@ -96,11 +98,11 @@ std::optional<GpuTarget> parse_target(std::string_view text) {
 
 std::string make_gpu_link_name(const std::uint8_t id[16], int device) {
     std::string name;
-    for (std::size_t byte = 0; byte < 16; ++byte) {
-        if (has_hyphen_before(byte)) {
+    for (std::size_t index = 0; index < 16; ++index) {
+        if (has_hyphen_before(index)) {
             name += '-';
         }
-        append_hex(name, id[byte]);
+        append_hex(name, id[index]);
     }
     return name + ".gdr.d" + std::to_string(device);
 }
@@ -108,8 +110,8 @@ std::string make_gpu_link_name(const std::uint8_t id[16], int device) {
 std::optional<GpuLinkName> parse_gpu_link_name(std::string_view name) {
     GpuLinkName link_name;
     std::string_view text = name;
-    for (std::size_t byte = 0; byte < link_name.id.size(); ++byte) {
-        if ((has_hyphen_before(byte) && !consume(text, "-")) || !consume_hex(text, link_name.id[byte])) {
+    for (std::size_t index = 0; index < link_name.id.size(); ++index) {
+        if ((has_hyphen_before(index) && !consume(text, "-")) || !consume_hex_byte(text, link_name.id[index])) {
             return std::nullopt;
         }
     }

@@ -11,14 +11,14 @@ namespace gdrkit::usrbio {
 
 // The target of a link. Its text is
 //   gdr://v2/device/<d>/allocation/<bytes>/offset/<bytes>/size/<bytes>/ipc/<128 hexadecimal digits>
-// For memory without an IPC handle (VMM, pools), "/dmabuf" replaces "/ipc/<digits>". Only the agent, which received the
-// dma-buf, can access such memory. The target never contains an address.
+// For memory without an IPC handle (memory of cuMemCreate or cuMemAllocAsync), "/dmabuf" replaces "/ipc/<digits>". Only
+// the agent, which received the dma-buf, can access such memory. The target never contains an address.
 struct GpuTarget {
-    int device = 0; // The number of the device in the process that owns the memory.
-    std::uint64_t allocation_bytes = 0;
-    std::uint64_t offset_bytes = 0;
-    std::uint64_t size_bytes = 0;
-    std::optional<std::array<std::uint8_t, 64>> ipc;
+    int device = 0;                                  // The number of the device in the process that owns the memory.
+    std::uint64_t allocation_bytes = 0;              // Size of the allocation, or of the dma-buf.
+    std::uint64_t offset_bytes = 0;                  // Offset of the iov in the allocation, or in the dma-buf.
+    std::uint64_t size_bytes = 0;                    // Size of the iov.
+    std::optional<std::array<std::uint8_t, 64>> ipc; // CUipcMemHandle of the allocation.
     bool operator==(const GpuTarget&) const = default;
 };
 

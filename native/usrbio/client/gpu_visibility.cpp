@@ -1,4 +1,5 @@
-// Counts the contexts whose devices show writes of NICs only after a flush, and flushes these writes.
+// Flushes writes of NICs to device memory, and counts the iovs in each CUDA context whose device shows such writes only
+// after a flush.
 #include "usrbio/client/gpu_visibility.hpp"
 
 #include <atomic>
@@ -13,7 +14,7 @@ namespace {
 
 struct ContextsToFlush {
     std::mutex mutex;
-    std::map<cuda::Context, unsigned> iov_counts;
+    std::map<cuda::Context, unsigned> iov_counts; // Number of iovs that need flushes, by context.
 };
 
 // Returns the only instance. It is never destroyed, because iovs may be destroyed while the process exits.
@@ -22,22 +23,25 @@ ContextsToFlush& contexts_to_flush() {
     return *instance;
 }
 
-std::atomic<unsigned> flushed_iov_count{0};
+std::atomic<unsigned> total_iov_count{0}; // The sum of iov_counts, which can be read without the mutex.
 
 } // namespace
 
+// CUDA reports in the attribute GPU_DIRECT_RDMA_WRITES_ORDERING whether writes need a flush before the owner of the
+// memory (the device) sees them.
 bool needs_flush(const cuda::Driver& driver, int device) {
+    constexpr int flush_by_host = 1; // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
     int ordering = 0, options = 0;
     return driver.flush_writes != nullptr &&
            driver.device_attribute(&ordering, cuda::device_writes_ordering, device) == cuda::success &&
            driver.device_attribute(&options, cuda::device_flush_writes_options, device) == cuda::success &&
-           ordering < cuda::writes_ordering_owner && (options & 1) != 0;
+           ordering < cuda::writes_ordering_owner && (options & flush_by_host) != 0;
 }
 
 ContextToFlush::ContextToFlush(cuda::Context context) : context_(context) {
     std::lock_guard lock(contexts_to_flush().mutex);
     ++contexts_to_flush().iov_counts[context];
-    ++flushed_iov_count;
+    ++total_iov_count;
 }
 
 ContextToFlush::~ContextToFlush() {
@@ -46,11 +50,11 @@ ContextToFlush::~ContextToFlush() {
     if (--entry->second == 0) {
         contexts_to_flush().iov_counts.erase(entry);
     }
-    --flushed_iov_count;
+    --total_iov_count;
 }
 
 bool has_context_to_flush() noexcept {
-    return flushed_iov_count.load(std::memory_order_relaxed) != 0;
+    return total_iov_count.load(std::memory_order_relaxed) != 0;
 }
 
 int flush_remote_writes(const cuda::Driver& driver, cuda::Context context) {

@@ -6,11 +6,11 @@
 
 namespace gdrkit::usrbio {
 
-// Returns whether the device needs flushes and the host can order them.
+// Returns whether the device needs flushes, and supports cuFlushGPUDirectRDMAWrites().
 bool needs_flush(const cuda::Driver& driver, int device);
 
-// An iov holds a ContextToFlush as long as it has memory on a device that needs flushes. The context is the primary
-// context of the device, which the iov retains.
+// A request to flush a context after reads. An iov holds a ContextToFlush as long as it has memory on a device that
+// needs flushes. The context is the primary context of the device; the iov keeps it alive.
 class ContextToFlush {
 public:
     explicit ContextToFlush(cuda::Context context);
@@ -22,11 +22,11 @@ private:
     cuda::Context context_;
 };
 
-// Returns whether any iov needs flushes. It takes no lock, because each wait calls it.
+// Returns whether any iov needs flushes. Takes no lock, because each hf3fs_wait_for_ios calls this function.
 bool has_context_to_flush() noexcept;
 
-// Makes all earlier writes of NICs to the memory of a device visible to the work of the device. The first function does
-// so for the device of `context`, the second one for the devices of all contexts to flush. Returns 0 or -EIO.
+// Makes all earlier writes of NICs to the memory of a device visible to the work of the device. flush_remote_writes()
+// does so for the device of `context`, flush_all_contexts() for the device of each ContextToFlush. Returns 0 or -EIO.
 int flush_remote_writes(const cuda::Driver& driver, cuda::Context context);
 int flush_all_contexts() noexcept;
 

@@ -13,19 +13,20 @@ namespace gdrkit::usrbio {
 
 class HostIov final : public IovBacking {
 public:
-    // `is_creator`: this process publishes the memory as `name`. Otherwise it opens a publication of another process.
+    // `is_creator`: this process creates the memory and publishes it as `name`. Otherwise this process opens the
+    // publication `name` of another process.
     HostIov(bool is_creator, std::string mount, std::string name);
     void unlink(hf3fs_iov& iov) noexcept override;
     bool destroy(hf3fs_iov& iov) noexcept override;
 
     std::shared_ptr<SharedMemory> memory = std::make_shared<SharedMemory>();
-    bool may_keep_memory = false; // Whether a later iov of this process may get the memory.
+    bool may_keep_memory = false; // True: when the iov ends, the pool may keep the memory for a later iov.
     int numa = -1;
     BorrowedPublication borrowed; // Used if another process published the memory and this process opened it.
 
 private:
     bool is_creator_;
-    int creator_pid_; // Another pid means a forked child, which must not withdraw the publication of its parent.
+    int creator_pid_; // In a forked child, getpid() differs. A child must not withdraw the publication of its parent.
     std::string mount_;
     std::string name_; // Name of the publication.
 };

@@ -1,4 +1,5 @@
-// The idle memory of the pool, its limits, and the thread that frees memory that is idle for too long.
+// The pool of host memory: its idle memory, its limits, and the thread that frees memory that has been idle for too
+// long.
 #include "usrbio/client/host_pool.hpp"
 
 #include "usrbio/client/agent_protocol.hpp"
@@ -25,10 +26,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// For smaller memory, new pages cost less time than the messages to the agent that keep the old ones.
-constexpr std::size_t size_bytes_min = std::size_t{4} << 20;
+// The pool keeps no memory below this size, because the messages to the agent would take longer than the allocation of
+// new pages.
+constexpr std::size_t kept_bytes_min = std::size_t{4} << 20;
 constexpr std::size_t host_idle_bytes_default = std::size_t{256} << 20;
-constexpr std::chrono::seconds idle_time_max{3};
+constexpr std::chrono::seconds idle_time_max{3}; // The thread frees memory that has been idle for this time.
 constexpr std::chrono::milliseconds host_check_interval{500}; // How often the thread checks the idle memory.
 
 struct IdleMemory {
@@ -42,34 +44,36 @@ using IdleList = std::list<IdleMemory>;
 
 struct HostPool {
     // These members are guarded by library_mutex(), which fork() locks.
-    IdleList idle; // The memory that has been idle longest is the first.
+    IdleList idle_memory; // The memory that has been idle longest is the first.
     std::size_t idle_bytes = 0;
     bool has_thread = false;
 
-    // A thread that frees memory holds this mutex until the memory is free. It locks this mutex before library_mutex().
+    // A thread that frees memory holds this mutex until the memory is free, so that trim_host_pool() can wait for it.
+    // The thread locks this mutex before library_mutex().
     std::mutex freeing_mutex;
-    std::atomic<std::uint64_t> frees_count{0};
+    std::atomic<std::uint64_t> freed_count{0};
 };
 
 // Returns the pool. It is never destroyed, because other threads may still use iovs when the process exits.
 HostPool& host_pool() {
     static auto* instance = [] {
         auto* new_pool = new HostPool;
-        // The memory and its registrations belong to the parent. The child unmaps the pages, because its mappings would
-        // prevent the kernel from freeing them, and abandons its objects.
+        // The memory and its registrations belong to the parent. The child unmaps the pages, because the kernel could
+        // not free them as long as the child maps them. Then the child abandons its copies of the objects.
         add_fork_handler([] {
-            for (const IdleMemory& entry : host_pool().idle) {
+            for (const IdleMemory& entry : host_pool().idle_memory) {
                 munmap(entry.kept.memory->base(), entry.kept.memory->bytes());
                 close(entry.kept.file.get());
             }
             new (&host_pool()) HostPool;
         });
-        // The agent removes the names when the process exits, unless the agent was killed before. A signal handler may
-        // exit the process while its thread holds the mutex.
+        // Remove the names of the idle memory in /dev/shm at exit, because an agent that was killed before cannot
+        // remove them. A signal handler may call exit() while the interrupted thread holds the mutex, so do not wait
+        // for the mutex.
         std::atexit([] {
             const std::unique_lock lock(library_mutex(), std::try_to_lock);
             if (lock.owns_lock()) {
-                for (const IdleMemory& entry : host_pool().idle) {
+                for (const IdleMemory& entry : host_pool().idle_memory) {
                     entry.kept.memory->remove_name();
                 }
             }
@@ -84,17 +88,17 @@ std::size_t read_idle_bytes_max() noexcept {
     return bytes_max;
 }
 
-// Frees the idle memory for which `is_removed` returns true. Calls `is_removed` in the order of the list.
-template <typename Condition> void free_idle_memory(HostPool& pool, const Condition& is_removed) noexcept {
+// Frees the idle memory for which `must_free` returns true. Calls `must_free` in the order of the list.
+template <typename Condition> void free_idle_memory(HostPool& pool, const Condition& must_free) noexcept {
     const std::lock_guard freeing_lock(pool.freeing_mutex);
     IdleList removed_memory;
     {
         const std::lock_guard lock(library_mutex());
-        for (auto entry = pool.idle.begin(); entry != pool.idle.end();) {
+        for (auto entry = pool.idle_memory.begin(); entry != pool.idle_memory.end();) {
             const auto next = std::next(entry);
-            if (is_removed(*entry)) {
+            if (must_free(*entry)) {
                 pool.idle_bytes -= entry->kept.memory->bytes();
-                removed_memory.splice(removed_memory.end(), pool.idle, entry);
+                removed_memory.splice(removed_memory.end(), pool.idle_memory, entry);
             }
             entry = next;
         }
@@ -105,7 +109,7 @@ template <typename Condition> void free_idle_memory(HostPool& pool, const Condit
     }
     const std::size_t count = removed_memory.size();
     removed_memory.clear();
-    pool.frees_count += count;
+    pool.freed_count += count;
 }
 
 // Frees memory that has been idle for too long, and memory that no later iov can use. Runs in a thread while there is
@@ -119,17 +123,17 @@ void free_expired_memory() {
             return entry.idle_since <= expiry || entry.kept.memory->may_be_mapped_by_child() || !has_name(entry.kept);
         });
         const std::lock_guard lock(library_mutex());
-        has_memory = pool.has_thread = !pool.idle.empty();
+        has_memory = pool.has_thread = !pool.idle_memory.empty();
     }
 }
 
 } // namespace
 
 bool may_keep_host_memory(std::size_t size_bytes) noexcept {
-    return size_bytes >= size_bytes_min && size_bytes <= read_idle_bytes_max();
+    return size_bytes >= kept_bytes_min && size_bytes <= read_idle_bytes_max();
 }
 
-bool leaves_shared_memory_free(int file, std::size_t size_bytes) noexcept {
+bool leaves_enough_shared_memory(int file, std::size_t size_bytes) noexcept {
     struct statvfs file_system {};
     if (fstatvfs(file, &file_system) != 0) {
         return false;
@@ -149,11 +153,11 @@ KeptMemory take_host_memory(const AgentConnection& agent, std::size_t size_bytes
     HostPool& pool = host_pool();
     IdleList taken_memory;
     const std::lock_guard lock(library_mutex());
-    for (auto entry = pool.idle.begin(); entry != pool.idle.end(); ++entry) {
+    for (auto entry = pool.idle_memory.begin(); entry != pool.idle_memory.end(); ++entry) {
         if (entry->agent.get() == &agent && entry->kept.memory->bytes() == size_bytes && entry->numa == numa &&
             !entry->kept.memory->may_be_mapped_by_child()) {
             pool.idle_bytes -= size_bytes;
-            taken_memory.splice(taken_memory.end(), pool.idle, entry);
+            taken_memory.splice(taken_memory.end(), pool.idle_memory, entry);
             return std::move(taken_memory.front().kept);
         }
     }
@@ -168,7 +172,7 @@ void keep_host_memory(KeptMemory kept, std::shared_ptr<AgentConnection> agent, i
         added_memory.push_back({std::move(kept), std::move(agent), numa, Clock::now()});
         const std::lock_guard lock(library_mutex());
         pool.idle_bytes += added_memory.front().kept.memory->bytes();
-        pool.idle.splice(pool.idle.end(), added_memory);
+        pool.idle_memory.splice(pool.idle_memory.end(), added_memory);
         pool.has_thread = pool.has_thread || start_pool_thread("hf3fs-iov-pool", free_expired_memory);
         // Without the thread, no memory may stay idle.
         bytes_max = pool.has_thread ? bytes_max : 0;
@@ -176,16 +180,16 @@ void keep_host_memory(KeptMemory kept, std::shared_ptr<AgentConnection> agent, i
             return;
         }
     } catch (const std::bad_alloc&) {
-        return; // The agent ends the registration with the connection.
+        return; // The memory was freed. The agent ends the registration when the connection ends.
     }
     trim_host_pool(bytes_max);
 }
 
 void drop_registration(const KeptMemory& kept, AgentConnection& agent) noexcept {
-    std::uint64_t flags = 0;
+    std::uint64_t flags = 0; // Reserved.
     const iovec payload{&flags, sizeof(flags)};
     const int fd = kept.file.get();
-    // The result is not needed: after an error, the agent ends the registration at the latest when the connection ends.
+    // Ignore the result: after an error, the agent ends the registration when the connection ends.
     static_cast<void>(agent.call(AgentRequest::drop_kept, {&payload, 1}, {&fd, 1}, {}));
 }
 
@@ -194,8 +198,8 @@ void trim_host_pool(std::size_t bytes_max) noexcept {
     free_idle_memory(pool, [&](const IdleMemory&) { return pool.idle_bytes > bytes_max; });
 }
 
-std::uint64_t count_host_pool_frees() noexcept {
-    return host_pool().frees_count;
+std::uint64_t get_host_pool_freed_count() noexcept {
+    return host_pool().freed_count;
 }
 
 } // namespace gdrkit::usrbio

@@ -23,16 +23,18 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr long second_ns = 1000000000;
-// A wait spins for at least this minimum, or not at all. A sleep and the wake-up cost 10 to 25 us on a virtual machine.
+// A wait (one call of hf3fs_wait_for_ios) spins for at least this minimum, or not at all. Spinning is worth it if it
+// saves a sleep and its wake-up, which take 10 to 25 us on a virtual machine.
 constexpr long spin_ns_min = 2000;
 constexpr long spin_ns_max = 150000;
-// If spinning did not help on a ring, its waits stop spinning. Every 64th wait spins again, because the agent may have
-// become faster. It spins long enough for a batch of reads by the agent.
+// If spinning did not help on a ring, its waits stop spinning. Every 64th wait (waits_per_spin_retry) spins again,
+// because the agent may have become faster. That wait spins for spin_retry_ns, in which the agent can execute a batch
+// of reads.
 constexpr unsigned waits_per_spin_retry = 64;
 constexpr long spin_retry_ns = 50000;
 constexpr unsigned spins_per_clock_read = 16;
-// After this number of spins, the wait lets other threads run: the agent may need this processor. It yields seldom,
-// because a thread of the agent that only waits for work would return the processor at once.
+// After this number of spins, the wait calls sched_yield(), because the agent may need this processor. The wait yields
+// seldom, because a thread of the agent that only waits for work would return the processor at once.
 constexpr unsigned spins_per_yield = 64;
 
 // Returns true if `length` is not 0, and all `length` bytes from `memory` on are in the iov and in a single block of
@@ -44,7 +46,7 @@ bool is_inside(const hf3fs_iov& iov, const void* memory, std::uint64_t length) n
            (iov.block_size == 0 || length <= iov.block_size - offset % iov.block_size);
 }
 
-RingHandle* ring_handle(const hf3fs_ior* ior) noexcept {
+RingHandle* get_ring_handle(const hf3fs_ior* ior) noexcept {
     return ior == nullptr ? nullptr : static_cast<RingHandle*>(ior->iorh);
 }
 
@@ -52,7 +54,7 @@ bool is_before(const timespec& left, const timespec& right) noexcept {
     return left.tv_sec < right.tv_sec || (left.tv_sec == right.tv_sec && left.tv_nsec < right.tv_nsec);
 }
 
-long monotonic_ns() noexcept {
+long read_monotonic_ns() noexcept {
     timespec now{};
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * second_ns + now.tv_nsec;
@@ -65,8 +67,9 @@ timespec add_nanoseconds(timespec time, long nanoseconds) noexcept {
     return time;
 }
 
-// Returns the longest sleep that the environment variable configures, or 0.
-long configured_sleep_ns() noexcept {
+// Returns the longest sleep that the environment variable HF3FS_USRBIO_WAIT_JITTER_MS sets, or 0 if the variable sets
+// none.
+long get_configured_sleep_ns() noexcept {
     static const long configured_ns = [] {
         const char* value = std::getenv("HF3FS_USRBIO_WAIT_JITTER_MS");
         const int milliseconds = value == nullptr ? 0 : std::atoi(value);
@@ -75,17 +78,17 @@ long configured_sleep_ns() noexcept {
     return configured_ns;
 }
 
-// Returns the longest sleep before a wait checks the ring and the agent again. An agent that supports the extension of
-// rings wakes sleepers reliably, so the check only detects the agent's death. Without the extension, the time
-// is the same as in the client library of 3FS. Short timers are expensive, because the kernel must program the timer of
-// the processor for each sleep.
-long sleep_max_ns(bool agent_has_extension) noexcept {
-    return configured_sleep_ns() != 0 ? configured_sleep_ns() : agent_has_extension ? 20000000L : 1000000L;
+// Returns the longest sleep before a wait checks the ring and the agent again. An agent that supports gdrkit's
+// extension of the ring (ring/layout.hpp) wakes sleepers reliably. So the check is only needed to notice the agent's
+// death, and 20 ms suffice. Without the extension, the sleep is as short as in the client library of 3FS (1 ms). Short
+// sleeps are expensive, because the kernel must program the timer of the processor for each sleep.
+long get_sleep_max_ns(bool agent_has_extension) noexcept {
+    return get_configured_sleep_ns() != 0 ? get_configured_sleep_ns() : agent_has_extension ? 20000000L : 1000000L;
 }
 
-// Locks the mutex of a ring for reaping. Waits while another thread reaps, at most until the deadline. Returns false if
-// the mutex was not locked.
-bool lock_until(std::unique_lock<std::timed_mutex>& lock, std::uint32_t count_min, const timespec* deadline) {
+// Locks the mutex of a ring for reaping completions. If another thread reaps, waits until the deadline, but does not
+// wait if `count_min` is 0. Returns false if the mutex was not locked.
+bool lock_for_reaping(std::unique_lock<std::timed_mutex>& lock, std::uint32_t count_min, const timespec* deadline) {
     if (lock.try_lock()) {
         return true;
     }
@@ -109,14 +112,16 @@ public:
         : handle_(handle), ring_(*handle.ring), cqes_(cqes), count_max_(count_max), count_min_(count_min),
           deadline_(deadline) {}
 
+    // Returns the number of completions. Returns -EREMOTEIO if the agent has ended and no operation is left.
     int run() noexcept {
         reap();
         if (reaped_count_ < count_min_ && ring_.agent_has_extension() && !handle_.has_agent_ended()) {
             spin();
         }
         while (reaped_count_ < count_min_) {
-            // The agent records its end in the ring, and posts the semaphore. An earlier wait may have consumed the
-            // post, so check the ring too. has_agent_ended() is also true for a broken ring.
+            // An agent that ends records its end in the ring, and posts the semaphore. An earlier wait may have
+            // consumed the post, so check the ring too. ring_.has_agent_ended() is also true if the ring contains
+            // invalid values.
             if (ring_.has_agent_ended()) {
                 handle_.has_ended.store(true, std::memory_order_relaxed);
             }
@@ -134,26 +139,29 @@ public:
 
 private:
     void reap() noexcept {
-        const std::uint32_t count = ring_.reap(
-            count_max_ - reaped_count_, [this](auto index, auto result, auto user) { append(index, result, user); });
-        // The reap has freed space in the completion queue. A daemon of 3FS may wait for this space.
+        const std::uint32_t count =
+            ring_.reap(count_max_ - reaped_count_,
+                       [this](auto index, auto result, auto userdata) { append(index, result, userdata); });
+        // The reap has freed space in the completion queue. A daemon of 3FS may wait for this space on the submit
+        // semaphore, so post it.
         if (count != 0 && !ring_.agent_has_extension()) {
             handle_.submit_semaphore.post();
         }
     }
 
     void append(std::int32_t index, std::int64_t result, std::uint64_t userdata) noexcept {
-        if (log_enabled(LogLevel::debug)) [[unlikely]] {
+        if (is_log_enabled(LogLevel::debug)) [[unlikely]] {
             log_line(LogLevel::debug, "ring %p: entry %d completed: %lld", static_cast<void*>(&handle_), index,
                      static_cast<long long>(result));
         }
         cqes_[reaped_count_++] = {index, 0, result, reinterpret_cast<const void*>(userdata)};
     }
 
-    // Checks for completions until there are enough, or until the ring's spin limit has passed.
+    // Checks for completions until there are enough, or until the ring's spin limit has passed. Adapts the limit to the
+    // outcome.
     void spin() noexcept {
         if (handle_.agent_was_asleep.load(std::memory_order_relaxed) ||
-            (handle_.spin_limit_ns < spin_ns_min && ++handle_.wait_count % waits_per_spin_retry != 0)) {
+            (handle_.spin_limit_ns < spin_ns_min && ++handle_.unspun_wait_count % waits_per_spin_retry != 0)) {
             return;
         }
         const long limit_ns = handle_.spin_limit_ns < spin_ns_min ? spin_retry_ns : handle_.spin_limit_ns;
@@ -167,7 +175,7 @@ private:
                 }
             }
             if (i % spins_per_clock_read == 0) {
-                const long now_ns = monotonic_ns();
+                const long now_ns = read_monotonic_ns();
                 end_ns = end_ns == 0 ? now_ns + limit_ns : end_ns;
                 if (now_ns >= end_ns) {
                     handle_.spin_limit_ns = limit_ns / 2;
@@ -183,16 +191,17 @@ private:
 
     // Returns false if the deadline has passed.
     bool sleep() noexcept {
-        // Call start_watching() before the announcement, because the first call takes long.
-        const bool is_timed = deadline_ != nullptr || !ring_.agent_has_extension() || configured_sleep_ns() != 0 ||
-                              !handle_.start_watching();
-        if (!ring_.prepare_to_sleep(count_min_ - reaped_count_)) {
+        // Call start_watching() before prepare_to_sleep(), which announces the sleep in the ring, because the first
+        // call of start_watching() takes long.
+        const bool needs_timer = deadline_ != nullptr || !ring_.agent_has_extension() ||
+                                 get_configured_sleep_ns() != 0 || !handle_.start_watching();
+        if (!ring_.prepare_to_sleep(count_min_ - reaped_count_)) { // A completion is available.
             return true;
         }
-        if (is_timed) {
+        if (needs_timer) {
             return sleep_with_timer();
         }
-        // Sleep without a timer, which would cost each sleep about 200 ns.
+        // Sleep without a timer. A timer would cost about 200 ns for each sleep.
         if (wait_until(ring_.completion_semaphore(), nullptr)) {
             ++post_count_;
         } else {
@@ -201,12 +210,12 @@ private:
         return true;
     }
 
-    // Sleeps until a post, the deadline or the next check of the agent. The time of the next check is computed only
-    // after the previous check, so most sleeps need not read the clock.
+    // Sleeps until a post, the deadline or the next check of the agent. Returns false if the deadline has passed. The
+    // time of the next check is computed only after the previous check, so most sleeps need not read the clock.
     bool sleep_with_timer() noexcept {
         const bool is_deadline_first = deadline_ != nullptr && is_before(*deadline_, handle_.next_agent_check);
         if (wait_until(ring_.completion_semaphore(), is_deadline_first ? deadline_ : &handle_.next_agent_check)) {
-            ++post_count_; // The agent has withdrawn the announcement if it was for one sleep.
+            ++post_count_; // No end_sleep(): the agent withdraws the announcement of a single sleep when it posts.
             return true;
         }
         ring_.end_sleep();
@@ -216,7 +225,7 @@ private:
             if (handle_.agent != nullptr) {
                 handle_.agent->check_closed_by_agent();
             }
-            handle_.next_agent_check = add_nanoseconds(now, sleep_max_ns(ring_.agent_has_extension()));
+            handle_.next_agent_check = add_nanoseconds(now, get_sleep_max_ns(ring_.agent_has_extension()));
         }
         if (deadline_ != nullptr && !is_before(now, *deadline_)) {
             reap(); // Completions may have come before this thread ran again.
@@ -228,7 +237,7 @@ private:
     int fail_outstanding() noexcept {
         reap(); // Return the operations that the agent completed before its end.
         ring_.fail_outstanding(count_max_ - reaped_count_, -EREMOTEIO,
-                               [this](auto index, auto result, auto user) { append(index, result, user); });
+                               [this](auto index, auto result, auto userdata) { append(index, result, userdata); });
         return reaped_count_ == 0 ? -EREMOTEIO : static_cast<int>(reaped_count_);
     }
 
@@ -242,8 +251,9 @@ private:
     std::uint32_t post_count_ = 0; // Number of posts that ended a sleep.
 };
 
-// Makes the data of completed reads visible to the work of the GPUs. If that fails, the reads have failed.
-void make_visible(hf3fs_cqe* cqes, int count) noexcept {
+// Makes the data of completed reads visible to the work of the GPUs. If that fails, changes the results of the
+// successful reads to -EIO.
+void make_reads_visible(hf3fs_cqe* cqes, int count) noexcept {
     if (flush_all_contexts() != 0) {
         for (hf3fs_cqe* cqe = cqes; cqe != cqes + count; ++cqe) {
             cqe->result = cqe->result < 0 ? cqe->result : -EIO;
@@ -253,7 +263,8 @@ void make_visible(hf3fs_cqe* cqes, int count) noexcept {
 
 int prepare_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* ptr, int fd, size_t off, uint64_t len,
                const void* userdata) noexcept {
-    RingHandle* handle = ring_handle(ior);
+    RingHandle* handle = get_ring_handle(ior);
+    // The file offset, the length and their sum must be below 2^63.
     if (handle == nullptr || iov == nullptr || read != ior->for_read || !is_inside(*iov, ptr, len) || fd == INT_MIN ||
         ((off | len | (off + len)) >> 63) != 0) [[unlikely]] {
         return -EINVAL;
@@ -269,8 +280,9 @@ int prepare_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* ptr,
     if (handle->has_agent_ended()) [[unlikely]] {
         return -EREMOTEIO;
     }
-    const std::uint64_t offset = reinterpret_cast<std::uintptr_t>(ptr) - reinterpret_cast<std::uintptr_t>(iov->base);
-    return handle->ring->prepare(reinterpret_cast<const std::uint8_t(&)[16]>(iov->id), offset, file.inode, off, len,
+    const std::uint64_t iov_offset =
+        reinterpret_cast<std::uintptr_t>(ptr) - reinterpret_cast<std::uintptr_t>(iov->base);
+    return handle->ring->prepare(reinterpret_cast<const std::uint8_t(&)[16]>(iov->id), iov_offset, file.inode, off, len,
                                  reinterpret_cast<std::uintptr_t>(userdata));
 }
 
@@ -285,7 +297,7 @@ extern "C" {
 int hf3fs_prep_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* ptr, int fd, size_t off, uint64_t len,
                   const void* userdata) {
     const int result = prepare_io(ior, iov, read, ptr, fd, off, len, userdata);
-    if (log_enabled(LogLevel::debug)) [[unlikely]] {
+    if (is_log_enabled(LogLevel::debug)) [[unlikely]] {
         log_line(LogLevel::debug, "ring %p: %s %llu bytes at offset %zu of descriptor %d, memory %p: %s %d",
                  ior == nullptr ? nullptr : ior->iorh, read ? "read" : "write", static_cast<unsigned long long>(len),
                  off, fd, ptr, result < 0 ? "refused with" : "entry", result);
@@ -294,7 +306,7 @@ int hf3fs_prep_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* p
 }
 
 int hf3fs_submit_ios(const hf3fs_ior* ior) {
-    RingHandle* handle = ring_handle(ior);
+    RingHandle* handle = get_ring_handle(ior);
     if (handle == nullptr) {
         return -EINVAL;
     }
@@ -307,7 +319,7 @@ int hf3fs_submit_ios(const hf3fs_ior* ior) {
     if (must_wake_agent) {
         handle->submit_semaphore.post();
     }
-    if (log_enabled(LogLevel::debug)) [[unlikely]] {
+    if (is_log_enabled(LogLevel::debug)) [[unlikely]] {
         log_line(LogLevel::debug, "ring %p: submitted; the agent %s", static_cast<void*>(handle),
                  must_wake_agent ? "slept and was woken" : "is awake");
     }
@@ -315,7 +327,7 @@ int hf3fs_submit_ios(const hf3fs_ior* ior) {
 }
 
 int hf3fs_wait_for_ios(const hf3fs_ior* ior, hf3fs_cqe* cqes, int cqec, int min_results, const timespec* abs_timeout) {
-    RingHandle* handle = ring_handle(ior);
+    RingHandle* handle = get_ring_handle(ior);
     if (handle == nullptr || cqes == nullptr || cqec <= 0 ||
         (abs_timeout != nullptr && (abs_timeout->tv_nsec < 0 || abs_timeout->tv_nsec >= second_ns))) {
         return -EINVAL;
@@ -327,13 +339,13 @@ int hf3fs_wait_for_ios(const hf3fs_ior* ior, hf3fs_cqe* cqes, int cqec, int min_
         return -EREMOTEIO;
     }
     std::unique_lock lock(handle->reap_mutex, std::defer_lock);
-    if (!lock_until(lock, count_min, abs_timeout)) {
+    if (!lock_for_reaping(lock, count_min, abs_timeout)) {
         return 0;
     }
     Wait wait(*handle, cqes, count_max, count_min, abs_timeout);
     const int count = wait.run();
     if (ior->for_read && count > 0 && has_context_to_flush()) [[unlikely]] {
-        make_visible(cqes, count);
+        make_reads_visible(cqes, count);
     }
     return count;
 }

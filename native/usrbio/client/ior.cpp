@@ -27,7 +27,8 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// Opens the semaphore that wakes the agent. The link <mount>/3fs-virt/iovs/submit-ios{,.ph,.pl} points to it.
+// Opens the semaphore that wakes the agent. The links in <mount>/3fs-virt/iovs point to the semaphores: submit-ios
+// (priority 0), submit-ios.ph (high: < 0) and submit-ios.pl (low: > 0).
 int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semaphore) {
     const std::string link = make_link_path(mount, priority == 0  ? "submit-ios"
                                                    : priority < 0 ? "submit-ios.ph"
@@ -50,14 +51,14 @@ int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semap
     return semaphore.open(std::string(target).c_str());
 }
 
-bool is_valid(const RingAttributes& attributes, std::size_t entries) noexcept {
+bool are_attributes_valid(const RingAttributes& attributes, std::size_t entries) noexcept {
     const auto depth = static_cast<std::size_t>(std::abs(static_cast<long>(attributes.io_depth)));
     return entries != 0 && attributes.timeout_ms >= 0 && depth <= entries;
 }
 
 // Creates a RingHandle, opens the submit semaphore and connects to the agent. The caller creates shared memory only
 // after these steps have succeeded.
-int make_handle(const char* mount, const RingAttributes& attributes, std::unique_ptr<RingHandle>& handle) {
+int make_ring_handle(const char* mount, const RingAttributes& attributes, std::unique_ptr<RingHandle>& handle) {
     handle = std::make_unique<RingHandle>();
     if (const int status = open_submit_semaphore(mount, attributes.priority, handle->submit_semaphore); status != 0) {
         return status;
@@ -81,12 +82,12 @@ void fill_struct(hf3fs_ior& ior, const hf3fs_iov& iov, RingHandle* handle, const
 
 int create_ring(hf3fs_ior* ior, const char* mount, int entries, int numa, const RingAttributes& attributes) noexcept {
     if (ior == nullptr || !is_valid_mount(mount) || hf3fs_ior_size(entries) == 0 ||
-        !is_valid(attributes, static_cast<std::size_t>(entries))) {
+        !are_attributes_valid(attributes, static_cast<std::size_t>(entries))) {
         return -EINVAL;
     }
     try {
         std::unique_ptr<RingHandle> handle;
-        if (const int status = make_handle(mount, attributes, handle); status != 0) {
+        if (const int status = make_ring_handle(mount, attributes, handle); status != 0) {
             return status;
         }
         hf3fs_iov iov{};
@@ -146,12 +147,13 @@ int hf3fs_iorcreate4(hf3fs_ior* ior, const char* mount, int entries, bool for_re
 int hf3fs_iorwrap(hf3fs_ior* ior, void* buf, const char* mount, size_t size, bool for_read, int io_depth, int priority,
                   int timeout, uint64_t flags) {
     const RingAttributes attributes{for_read, io_depth, priority, timeout, flags};
-    if (ior == nullptr || buf == nullptr || !is_valid_mount(mount) || !is_valid(attributes, ring_entries(size))) {
+    if (ior == nullptr || buf == nullptr || !is_valid_mount(mount) ||
+        !are_attributes_valid(attributes, ring_entries(size))) {
         return -EINVAL;
     }
     try {
         std::unique_ptr<RingHandle> handle;
-        if (const int status = make_handle(mount, attributes, handle); status != 0) {
+        if (const int status = make_ring_handle(mount, attributes, handle); status != 0) {
             return status;
         }
         if (const int status = ApplicationRing::attach(buf, size, handle->ring); status != 0) {
@@ -176,7 +178,7 @@ void hf3fs_iordestroy(hf3fs_ior* ior) {
     const std::unique_ptr<RingHandle> handle(static_cast<RingHandle*>(ior->iorh));
     ior->iorh = nullptr;
     handle->stop_watching();
-    // Wrapped memory belongs to the caller.
+    // The handle is null for wrapped memory, which belongs to the caller.
     if (ior->iov.iovh != nullptr) {
         hf3fs_iovdestroy(&ior->iov);
     }

@@ -56,7 +56,7 @@ void fill_struct(hf3fs_iov& iov, void* base, hf3fs_iov_handle handle, const Uuid
 
 // Returns the shm_open name of the file in /dev/shm that is the target of a link. Returns an empty string if the target
 // is not directly in /dev/shm.
-std::string read_shared_memory_name(std::string_view target) {
+std::string parse_shared_memory_name(std::string_view target) {
     const std::string_view folder = shared_memory_folder;
     if (!target.starts_with(folder) || target.size() < folder.size() + 2 || target[folder.size()] != '/' ||
         target.find('/', folder.size() + 1) != std::string_view::npos) {
@@ -86,14 +86,14 @@ void HostIov::unlink(hf3fs_iov&) noexcept {
 
 bool HostIov::destroy(hf3fs_iov& iov) noexcept {
     const bool is_publisher = is_creator_ && creator_pid_ == getpid();
-    // The memory of a later iov must not be mapped by a child, and the library fills it with zeros.
+    // Keep the memory for a later iov only if no child may have mapped it, and if the library can fill it with zeros.
     Descriptor file = is_publisher && may_keep_memory && !memory->may_be_mapped_by_child() && memory->make_writable()
                           ? memory->reopen()
                           : Descriptor();
-    const bool asks_to_keep = file && leaves_shared_memory_free(file.get(), memory->bytes());
-    // Remove the name while the memory is still published. If this process is killed between the two steps, the agent
-    // cleans up. If this process asks the agent to keep the memory, the name stays; an agent that does not keep the
-    // memory removes the name.
+    const bool asks_to_keep = file && leaves_enough_shared_memory(file.get(), memory->bytes());
+    // Remove the name while the memory is still published. If this process is killed before it has withdrawn the
+    // publication, the agent withdraws it. If this process asks the agent to keep the memory, the name stays until the
+    // agent has answered.
     if (!asks_to_keep) {
         memory->remove_name();
     }
@@ -106,11 +106,11 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
         }
         if (keeping_agent != nullptr) {
             keep_host_memory({memory, std::move(file)}, std::move(keeping_agent), numa);
-        } else {
+        } else { // The agent keeps nothing, so the name must go now.
             memory->remove_name();
         }
     }
-    borrowed.give_back();
+    borrowed.end_borrow();
     unregister_iov(iov.iovh);
     log_line(LogLevel::info, "destroyed %s", name_.c_str());
     iov.base = nullptr;
@@ -120,8 +120,8 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
 
 namespace {
 
-// Publishes memory that an earlier iov has left, after filling it with zeros. Returns -ENOENT if there is no such
-// memory, or the error of the publication.
+// Takes memory of an earlier iov from the pool, fills it with zeros and publishes it. Returns 0, -ENOENT if the pool
+// has no such memory, or the error of the publication.
 int publish_kept_memory(HostIov& iov, const char* mount, const std::string& name, std::size_t size, int numa) {
     std::shared_ptr<AgentConnection> agent;
     if (find_agent_connection(mount, agent) != 0) {
@@ -144,14 +144,14 @@ int publish_kept_memory(HostIov& iov, const char* mount, const std::string& name
     return 0;
 }
 
-int allocate_and_publish(HostIov& iov, const char* mount, const std::string& name, const std::string& shared_name,
-                         std::size_t size, int numa) {
+int allocate_and_publish(HostIov& iov, const char* mount, const std::string& name,
+                         const std::string& shared_memory_name, std::size_t size, int numa) {
     iov.memory = std::make_shared<SharedMemory>();
-    if (const int status = iov.memory->create_unnamed(shared_name, size, numa); status != 0) {
+    if (const int status = iov.memory->create_unnamed(shared_memory_name, size, numa); status != 0) {
         log_line(LogLevel::error, "allocate %zu bytes of shared memory failed: %s", size, ErrnoText(-status).c_str());
         return -EIO;
     }
-    const std::string target = shared_memory_folder + shared_name;
+    const std::string target = shared_memory_folder + shared_memory_name;
     // Without O_TMPFILE, create_unnamed() has created the memory with its name.
     return iov.memory->unnamed_fd() >= 0 ? publish_unnamed(mount, name, target, *iov.memory)
                                          : publish(mount, name, target);
@@ -164,21 +164,21 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
     try {
         const Uuid id = make_random_uuid();
         const std::string name = make_link_name(id, block_size, ring);
-        const std::string shared_name = make_shared_memory_name(id);
+        const std::string shared_memory_name = make_shared_memory_name(id);
         const auto new_iov = std::make_shared<HostIov>(true, mount, name);
         new_iov->may_keep_memory = ring == nullptr && may_keep_host_memory(size);
         new_iov->numa = numa;
         hf3fs_iov_handle handle = register_iov(new_iov);
-        const std::uint64_t frees_before = count_host_pool_frees();
+        const std::uint64_t freed_count_before = get_host_pool_freed_count();
         int status = new_iov->may_keep_memory ? publish_kept_memory(*new_iov, mount, name, size, numa) : -ENOENT;
         if (status != 0) {
-            status = allocate_and_publish(*new_iov, mount, name, shared_name, size, numa);
-            // Idle memory of this process may have used up /dev/shm, the quota of the user, or the memory that the
-            // agent may pin.
+            status = allocate_and_publish(*new_iov, mount, name, shared_memory_name, size, numa);
+            // Idle memory of this process may have used up /dev/shm (-EIO), the quota of the user (-EDQUOT), or the
+            // memory that the agent may pin (-ENOMEM). So free the idle memory and try again.
             if (status == -EIO || status == -EDQUOT || status == -ENOMEM) {
                 trim_host_pool(0);
-                if (count_host_pool_frees() != frees_before) {
-                    status = allocate_and_publish(*new_iov, mount, name, shared_name, size, numa);
+                if (get_host_pool_freed_count() != freed_count_before) {
+                    status = allocate_and_publish(*new_iov, mount, name, shared_memory_name, size, numa);
                 }
             }
         }
@@ -186,7 +186,7 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
             unregister_iov(handle);
             return status;
         }
-        // The agent and this process have mapped the ring now, and no other process opens it by its name.
+        // The agent and this process have mapped the ring now, and no other process opens it, so it needs no name.
         if (ring != nullptr) {
             new_iov->memory->remove_name();
         }
@@ -208,13 +208,13 @@ int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t
     if (const int status = read_link(make_link_path(mount, name), target); status != 0) {
         return status;
     }
-    const std::string shared_name = read_shared_memory_name(target);
-    if (shared_name.empty()) {
+    const std::string shared_memory_name = parse_shared_memory_name(target);
+    if (shared_memory_name.empty()) {
         log_line(LogLevel::error, "%s points to %s, which is not in /dev/shm", name.c_str(), target.c_str());
         return -EINVAL;
     }
     const auto opened_iov = std::make_shared<HostIov>(false, mount, name);
-    if (const int status = opened_iov->memory->open(shared_name, size, numa); status != 0) {
+    if (const int status = opened_iov->memory->open(shared_memory_name, size, numa); status != 0) {
         log_line(LogLevel::error, "map %s failed: %s", target.c_str(), ErrnoText(-status).c_str());
         return status == -ENOENT ? -ENOENT : -EIO;
     }
@@ -226,8 +226,8 @@ int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t
     return 0;
 }
 
-// Returns true if the mount has an agent and is not a FUSE mount. The agent of such a mount does not notice links that
-// an application makes, so the library must publish them to the agent.
+// Returns true if the mount has an agent and is not a FUSE mount. Without FUSE, the agent does not notice links that an
+// application makes, so the library must publish them to the agent.
 bool must_notify_agent(const char* mount) noexcept {
     struct statfs attributes {};
     std::shared_ptr<AgentConnection> agent;
@@ -253,8 +253,9 @@ bool parse_block_size(std::string_view name, const std::string& id, std::size_t&
     return error == std::errc() && end == name.data() + name.size();
 }
 
-// Finds the link that the caller has made for an id. If no link has the caller's block size, sets `block_size` to the
-// block size of the link that exists. Returns -ENOENT if there is no link.
+// Finds the link that the application has made for an id, and sets `target` to its target. If no link has the block
+// size `block_size`, sets `block_size` to the block size in the name of the link that exists. Returns -ENOENT if there
+// is no link.
 int find_link(const char* mount, const Uuid& id, std::size_t& block_size, std::string& target) {
     if (read_link(make_link_path(mount, make_link_name(id, block_size, nullptr)), target) == 0) {
         return 0;
@@ -275,7 +276,8 @@ int find_link(const char* mount, const Uuid& id, std::size_t& block_size, std::s
     return -ENOENT;
 }
 
-// Publishes memory that the application has mapped and linked. `block_size` becomes the block size of the link.
+// Publishes memory that the application has mapped, and for which it has made a link. Sets `block_size` to the block
+// size in the name of the link.
 int publish_wrapped(const char* mount, const Uuid& id, std::size_t& block_size) {
     std::string target;
     if (const int status = find_link(mount, id, block_size, target); status != 0) {
@@ -356,6 +358,7 @@ void hf3fs_iovdestroy(hf3fs_iov* iov) {
         log_line(LogLevel::error, "hf3fs_iovdestroy: this iov was destroyed before, or its struct is corrupt");
         return;
     }
+    // hf3fs_iovwrap registers no handle, so this iov was wrapped.
     if (is_valid_mount(iov->mount_point) && must_notify_agent(iov->mount_point)) {
         try {
             unpublish(iov->mount_point, make_link_name(get_id(*iov), iov->block_size, nullptr));

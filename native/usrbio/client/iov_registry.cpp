@@ -12,7 +12,7 @@ namespace gdrkit::usrbio {
 namespace {
 
 struct Registry {
-    std::unordered_map<std::uintptr_t, std::shared_ptr<IovBacking>> backings;
+    std::unordered_map<std::uintptr_t, std::shared_ptr<IovBacking>> backings; // By handle.
     std::uintptr_t last_handle = 0;
 };
 

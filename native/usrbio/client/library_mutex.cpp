@@ -11,7 +11,7 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// The mutex, and what happens at a fork().
+// The mutex, and the functions that a forked child calls.
 struct ForkState {
     std::mutex mutex;
     std::array<void (*)(), 8> child_functions{};
@@ -22,6 +22,7 @@ struct ForkState {
 ForkState& fork_state() noexcept {
     static ForkState* instance = [] {
         auto* new_state = new ForkState;
+        // The functions run before fork(), after it in the parent, and after it in the child.
         pthread_atfork(
             [] {
                 library_mutex().lock();

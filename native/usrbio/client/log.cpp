@@ -36,7 +36,7 @@ LogLevel read_log_level() noexcept {
 }
 
 void log_line(LogLevel level, const char* format, ...) noexcept {
-    if (!log_enabled(level)) {
+    if (!is_log_enabled(level)) {
         return;
     }
     static constexpr const char* level_names[] = {"DBG", "INFO", "WARN", "ERR"};

@@ -40,7 +40,8 @@ bool find_agent_mount(int fd, std::string& mount) {
     std::snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
     char path[PATH_MAX];
     const ssize_t length = readlink(link, path, sizeof(path));
-    // The link of a descriptor that is not a file has a target like "socket:[1]".
+    // For a descriptor of a socket or another object without a path, the target does not begin with a slash
+    // ("socket:[1]").
     return length > 0 && path[0] == '/' &&
            find_agent_mount_above(std::string(path, static_cast<std::size_t>(length)), mount);
 }
@@ -64,8 +65,8 @@ std::vector<std::string_view> split_words(std::string_view line) {
     return words;
 }
 
-// Decodes the octal escapes of mountinfo for space, tab, newline and backslash.
-std::string unescape(std::string_view text) {
+// Decodes the octal escapes (\040) with which /proc/self/mountinfo writes space, tab, newline and backslash.
+std::string decode_escapes(std::string_view text) {
     std::string decoded;
     for (std::size_t i = 0; i < text.size(); ++i) {
         if (text[i] == '\\' && i + 3 < text.size()) {
@@ -83,21 +84,22 @@ bool is_in_folder(std::string_view path, std::string_view folder) noexcept {
     return path.starts_with(folder) && (folder == "/" || path.size() == folder.size() || path[folder.size()] == '/');
 }
 
-// Returns the mount point in a line of mountinfo if the line describes a mount of 3FS that contains `path`; otherwise
-// the empty string. The mount may show all of 3FS, or only its folder 3fs-virt; the result is then the parent of that
-// folder. With `is_any_type_allowed`, the file system may have another type than fuse.hf3fs. The function does not
-// access mounts that do not contain `path`, because their daemons may hang.
+// Returns the mount point in a line of /proc/self/mountinfo if the line describes a mount of 3FS that contains `path`;
+// otherwise the empty string. The mount may show all of 3FS, or only its folder 3fs-virt. In the second case, the
+// result is the parent of that folder. With `is_any_type_allowed`, the file system may have another type than
+// fuse.hf3fs. The function does not access mounts that do not contain `path`, because their daemons may hang.
 std::string match_mount_line(const std::string& line, bool is_any_type_allowed, std::string_view path) {
     const auto words = split_words(line);
-    // Optional fields begin at index 6, and a dash ends them (proc(5)).
-    std::size_t dash = 6;
-    while (dash < words.size() && words[dash] != "-") {
-        ++dash;
+    // proc(5): the word with index 4 is the mount point. Optional words begin at index 6 and end with a dash. The type
+    // of the file system follows the dash.
+    std::size_t dash_index = 6;
+    while (dash_index < words.size() && words[dash_index] != "-") {
+        ++dash_index;
     }
-    if (dash + 1 >= words.size() || (!is_any_type_allowed && words[dash + 1] != "fuse.hf3fs")) {
+    if (dash_index + 1 >= words.size() || (!is_any_type_allowed && words[dash_index + 1] != "fuse.hf3fs")) {
         return {};
     }
-    std::string mount_point = unescape(words[4]);
+    std::string mount_point = decode_escapes(words[4]);
     constexpr std::string_view virtual_folder = "/3fs-virt";
     if (mount_point.ends_with(virtual_folder)) {
         mount_point.resize(mount_point.size() - virtual_folder.size());
@@ -115,8 +117,8 @@ std::string find_mount_point(const char* path) {
     if (resolved_path == nullptr) {
         return {};
     }
-    const char* variable = std::getenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP");
-    const bool is_any_type_allowed = variable != nullptr && std::strcmp(variable, "yes") == 0;
+    const char* any_type_setting = std::getenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP");
+    const bool is_any_type_allowed = any_type_setting != nullptr && std::strcmp(any_type_setting, "yes") == 0;
     std::string innermost_mount;
     find_agent_mount_above(resolved_path.get(), innermost_mount);
     std::ifstream mounts("/proc/self/mountinfo");

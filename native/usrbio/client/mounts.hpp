@@ -6,8 +6,9 @@
 
 namespace gdrkit::usrbio {
 
-// Finds the innermost folder that contains `path` and has an agent's socket. `path` must be absolute and without
-// symbolic links. Returns false if there is no such folder.
+// Finds the innermost folder that contains `path` (or is `path`) and has an agent's socket at 3fs-virt/agent.sock, and
+// sets `mount` to its path. `path` must be absolute and without symbolic links. Returns false if there is no such
+// folder.
 bool find_agent_mount_above(std::string path, std::string& mount);
 // Finds the same folder for the path of an open file. Also returns false if `fd` is not open.
 bool find_agent_mount(int fd, std::string& mount);

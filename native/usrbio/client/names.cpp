@@ -11,7 +11,7 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// Returns the flags in base 2 without leading zeros, as in the name of a ring.
+// Returns the flags in base 2 without leading zeros. The name of a ring contains them in this form.
 std::string format_binary(std::uint64_t flags) {
     std::string digits;
     for (int bit = std::bit_width(flags) - 1; bit >= 0; --bit) {

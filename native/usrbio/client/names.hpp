@@ -15,15 +15,17 @@ Uuid make_random_uuid() noexcept;
 // Returns the 36 characters of a UUID.
 std::string to_string(const Uuid& id);
 
+// The attributes of a ring, which the name of its publication contains. hf3fs_usrbio.h describes them.
 struct RingAttributes {
     bool for_read;
     int io_depth;
-    int priority;
+    int priority; // < 0: high, 0: normal, > 0: low
     int timeout_ms;
     std::uint64_t flags;
 };
 
-// Returns `<uuid>[.b<block>][.r|w<io_depth>][.ph|.pl][.t<ms>][.f<flags base 2>]`. `ring` is null for data.
+// Returns `<uuid>[.b<block size>]` and, for a ring, `.r<io_depth>` (reads) or `.w<io_depth>` (writes), then
+// `[.ph|.pl].t<timeout in ms>[.f<flags in base 2>]`. `ring` is null for data.
 std::string make_link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring);
 // Returns the name of the shared memory for shm_open.
 std::string make_shared_memory_name(const Uuid& id);

@@ -30,6 +30,7 @@ std::size_t read_number_variable(const char* variable, std::size_t default_value
 }
 
 bool start_pool_thread(const char* name, void (*function)()) noexcept {
+    // The new thread inherits the signal mask of this thread.
     sigset_t all_signals, previous_mask;
     sigfillset(&all_signals);
     pthread_sigmask(SIG_SETMASK, &all_signals, &previous_mask);

@@ -37,13 +37,14 @@ std::uint32_t read_pid_namespace() {
     return stat("/proc/self/ns/pid", &attributes) == 0 ? static_cast<std::uint32_t>(attributes.st_ino) : 0;
 }
 
+// The state and the start time in /proc/<pid>/stat.
 struct ProcessStart {
-    std::uint64_t ticks = 0;
+    std::uint64_t ticks = 0; // Start time in clock ticks since the boot.
     char state = '?';
 };
 
-std::optional<ProcessStart> read_start(const std::string& process) {
-    std::ifstream file("/proc/" + process + "/stat");
+std::optional<ProcessStart> read_process_start(const std::string& proc_entry) {
+    std::ifstream file("/proc/" + proc_entry + "/stat");
     std::stringstream text;
     text << file.rdbuf();
     // The name of the process is in parentheses and may contain any character, so search for the last parenthesis.
@@ -66,7 +67,7 @@ std::optional<ProcessStart> read_start(const std::string& process) {
 } // namespace
 
 ProcessIdentity identify_this_process() {
-    const auto start = read_start("self");
+    const auto start = read_process_start("self");
     return {read_boot_id(), static_cast<std::uint32_t>(getpid()), read_pid_namespace(), start ? start->ticks : 0};
 }
 
@@ -80,7 +81,8 @@ std::optional<bool> is_running(const ProcessIdentity& identity) {
     if (this_namespace == 0 || this_namespace != identity.pid_namespace) {
         return std::nullopt;
     }
-    if (const auto start = read_start(std::to_string(identity.process_id))) {
+    if (const auto start = read_process_start(std::to_string(identity.process_id))) {
+        // The states of proc(5): Z is a zombie, X and x are dead processes.
         const bool has_ended = start->state == 'Z' || start->state == 'X' || start->state == 'x';
         return start->ticks == identity.started_ticks && !has_ended;
     }

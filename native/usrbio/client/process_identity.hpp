@@ -1,5 +1,6 @@
-// Identity of a process: the pid, the start time and the boot. Share handles contain the identity of the owner. An
-// importer compares all three, so it detects that the owner has ended even if another process now has the same pid.
+// Identity of a process: the pid, the start time and the id of the boot. Share handles contain the identity of the
+// owner. An importer compares them all, so the importer notices that the owner has ended even if another process now
+// has the same pid.
 #pragma once
 
 #include <array>

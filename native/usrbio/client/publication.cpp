@@ -25,8 +25,8 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// The connection over which each name was published. The agent withdraws a publication when its connection closes, so
-// this table keeps the connections open.
+// The table of the connections over which this process published its names. The agent withdraws a publication when the
+// connection closes, so this table keeps the connections open.
 struct PublicationConnections {
     // The key is mount and name.
     std::map<std::pair<std::string, std::string>, std::shared_ptr<AgentConnection>> by_name;
@@ -48,7 +48,7 @@ void store_connection(const char* mount, std::string_view name, std::shared_ptr<
         const std::lock_guard lock(library_mutex());
         publication_connections().by_name[{mount, std::string(name)}].swap(agent);
     }
-} // `agent` is now the connection to a previous agent that died. It closes here, after the unlock.
+} // After swap(), `agent` is null or the connection to a previous agent that died. It closes here, after the unlock.
 
 std::shared_ptr<AgentConnection> find_connection(const char* mount, std::string_view name) {
     const std::lock_guard lock(library_mutex());
@@ -57,8 +57,8 @@ std::shared_ptr<AgentConnection> find_connection(const char* mount, std::string_
 }
 
 void drop_connection(const char* mount, std::string_view name) {
-    std::shared_ptr<AgentConnection>
-        removed_connection; // Declared before the lock, so that it closes after the unlock.
+    // Declared before the lock, so that the connection closes after the unlock.
+    std::shared_ptr<AgentConnection> removed_connection;
     const std::lock_guard lock(library_mutex());
     if (const auto entry = publication_connections().by_name.find({mount, std::string(name)});
         entry != publication_connections().by_name.end()) {
@@ -70,25 +70,25 @@ void drop_connection(const char* mount, std::string_view name) {
 // The folder of the links in one mount, and the links that this process made there. The descriptor of the folder stays
 // open while there are links, because a daemon of 3FS removes the publications of a process when the process closes
 // this descriptor or ends.
-struct Folder {
+struct LinkFolder {
     int fd = -1;
     std::set<std::string, std::less<>> link_names;
 };
 
-struct Folders {
-    std::map<std::string, Folder, std::less<>> by_mount;
+struct LinkFolders {
+    std::map<std::string, LinkFolder, std::less<>> by_mount;
 };
 
-Folders& folders() {
+LinkFolders& link_folders() {
     static auto* table = [] {
-        auto* new_table = new Folders;
+        auto* new_table = new LinkFolders;
         add_fork_handler([] { // The child's copies of the descriptors would keep the parent's publications alive.
-            for (const auto& [mount, folder] : folders().by_mount) {
+            for (const auto& [mount, folder] : link_folders().by_mount) {
                 if (folder.fd >= 0) {
                     close(folder.fd);
                 }
             }
-            folders().by_mount.clear();
+            link_folders().by_mount.clear();
         });
         return new_table;
     }();
@@ -96,10 +96,10 @@ Folders& folders() {
 }
 
 void keep_folder_open(const char* mount, std::string_view name) {
-    Folders& table = folders();
+    LinkFolders& table = link_folders();
     const int fd = open(make_link_path(mount, "").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     const std::lock_guard lock(library_mutex());
-    Folder& folder = table.by_mount[mount];
+    LinkFolder& folder = table.by_mount[mount];
     folder.link_names.emplace(name);
     if (folder.fd < 0) {
         folder.fd = fd;
@@ -109,7 +109,7 @@ void keep_folder_open(const char* mount, std::string_view name) {
 }
 
 void release_folder(const char* mount, std::string_view name) {
-    Folders& table = folders();
+    LinkFolders& table = link_folders();
     const std::lock_guard lock(library_mutex());
     const auto entry = table.by_mount.find(mount);
     if (entry == table.by_mount.end() || entry->second.link_names.erase(std::string(name)) == 0 ||
@@ -123,7 +123,7 @@ void release_folder(const char* mount, std::string_view name) {
 }
 
 bool has_link(const char* mount, std::string_view name) {
-    const Folders& table = folders();
+    const LinkFolders& table = link_folders();
     const std::lock_guard lock(library_mutex());
     const auto entry = table.by_mount.find(mount);
     return entry != table.by_mount.end() && entry->second.link_names.contains(name);
@@ -154,7 +154,7 @@ int publish_to_agent(AgentConnection& agent, std::string_view name, std::string_
 }
 
 // Sends the request that withdraws a publication. If `keeping_agent` is not null, asks the agent to keep the memory
-// registered, and sets `*keeping_agent` to `agent` if the agent does.
+// registered. If the agent does so, sets `*keeping_agent` to `agent`.
 int withdraw_from_agent(const std::shared_ptr<AgentConnection>& agent, std::string_view name,
                         std::shared_ptr<AgentConnection>* keeping_agent) {
     auto length = static_cast<std::uint16_t>(name.size());
@@ -171,7 +171,8 @@ int withdraw_from_agent(const std::shared_ptr<AgentConnection>& agent, std::stri
     return status;
 }
 
-// Implements unpublish() and unpublish_and_keep().
+// Implements unpublish() and unpublish_and_keep(): the agent withdraws the publication or, if there is no agent, this
+// function removes the link.
 int withdraw_publication(const char* mount, std::string_view name,
                          std::shared_ptr<AgentConnection>* keeping_agent) noexcept {
     try {
@@ -193,14 +194,15 @@ int withdraw_publication(const char* mount, std::string_view name,
             if (status == -EREMOTEIO && !agent->check_closed_by_agent()) {
                 return -ETIMEDOUT;
             }
-            // -ENOENT: the agent does not know the name. If this process did not make the link, nothing is left to
-            // withdraw. If it did (before the agent was started), it removes the link below.
+            // -ENOENT: the agent does not know the name. If this process did not make the link itself, nothing is left
+            // to withdraw. If this process made the link (before the agent was started), it removes the link below.
             if (status == -ENOENT && !has_link(mount, name)) {
                 drop_connection(mount, name); // The agent has ended the publication, because its link was removed.
                 return status;
             }
         }
-        // Without an agent, this library removes the link. An agent that was killed has not removed its links either.
+        // If there is no agent, this library removes the link. If the agent was killed, its links still exist, so the
+        // library removes the link too.
         if (status != -ENOENT && status != -EREMOTEIO) {
             return status;
         }
@@ -232,7 +234,7 @@ int publish_memory(const char* mount, std::string_view name, std::string_view ta
         if (status == 0) {
             status = publish_to_agent(*agent, name, target, share_handle, descriptors);
             if (memory != nullptr) {
-                memory->adopt_name(); // Even after an error: the agent may have died between naming and replying.
+                memory->adopt_name(); // Also after an error: the agent may have died after it created the name.
             }
             if (status == 0) {
                 log_line(LogLevel::info, "published %.*s to the agent of %s, with %zu descriptor%s",

@@ -26,8 +26,8 @@ std::string make_file_path() {
            "/reach";
 }
 
-// Returns the contents of the file. If another user can write to the file, the text is empty, because its contents are
-// not trusted.
+// Returns the contents of the file. Returns an empty text if the file belongs to another user or another user can write
+// to it, because its contents are then not trusted.
 std::string read_file(const std::string& path) {
     const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
     struct stat attributes {};
@@ -68,13 +68,14 @@ bool is_reached_by_nic(const cuda::Uuid& uuid) {
         log_line(LogLevel::info, "%s has no measurement of NICs; start the agent, or run `gdrkit reach`", path.c_str());
         return false;
     }
-    std::string_view remaining = text;
-    while (!remaining.empty()) {
-        const std::string_view line = remaining.substr(0, remaining.find('\n'));
+    // Each line after the first describes one measurement: gpu=<UUID> pci=<address> nic=<name> ... moved=yes|no ...
+    std::string_view remaining_text = text;
+    while (!remaining_text.empty()) {
+        const std::string_view line = remaining_text.substr(0, remaining_text.find('\n'));
         if (line.starts_with(line_prefix) && line.find(" moved=yes ") != std::string_view::npos) {
             return true;
         }
-        remaining.remove_prefix(line.size() < remaining.size() ? line.size() + 1 : line.size());
+        remaining_text.remove_prefix(line.size() < remaining_text.size() ? line.size() + 1 : line.size());
     }
     return false;
 }

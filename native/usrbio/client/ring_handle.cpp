@@ -1,4 +1,5 @@
-// The set of all ring handles of the process, and the watch that wakes a waiting ring when its agent ends.
+// The set of all ring handles of the process, and the functions by which the end of the agent wakes a thread that waits
+// on a ring.
 #include "usrbio/client/ring_handle.hpp"
 
 #include "usrbio/client/library_mutex.hpp"

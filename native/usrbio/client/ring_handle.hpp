@@ -28,8 +28,9 @@ public:
         return has_ended.load(std::memory_order_relaxed) || (agent != nullptr && agent->is_closed_by_agent());
     }
 
-    // Makes the agent's connection post the completion semaphore when the agent ends. A waiting thread calls it before
-    // it sleeps without a deadline. Returns false if this is not possible; the thread must then poll.
+    // Makes the connection to the agent post the completion semaphore when the agent ends. A waiting thread calls this
+    // function before it sleeps without a timer. Returns false if the connection cannot do that; the thread must then
+    // poll.
     bool start_watching() noexcept;
     // Ends the effect of start_watching(). Call it before the memory of the ring is freed.
     void stop_watching() noexcept;
@@ -37,19 +38,20 @@ public:
     std::unique_ptr<ApplicationRing> ring;
     NamedSemaphore submit_semaphore;
     std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
-    std::atomic<bool> has_ended{false};     // The agent serves this ring no more, or this is a forked child.
+    std::atomic<bool> has_ended{false};     // The agent no longer serves this ring, or this process is a forked child.
     // Set in a child after fork(). The memory of the ring and its semaphore belong to the parent, so a child must not
     // access them.
     std::atomic<bool> is_inherited{false};
-    // The last submit() had to wake the agent. A wake-up takes so long that spinning for the completions is useless.
+    // True if the last submit() had to wake the agent. A wake-up takes so long that the next wait does not spin.
     std::atomic<bool> agent_was_asleep{false};
 
     std::timed_mutex reap_mutex; // Locked by the thread that reaps.
-    // Longest time for which a wait checks for completions before it sleeps. A wait doubles it if spinning made the
-    // sleep unnecessary, and halves it if not.
+    // Longest time for which a call of hf3fs_wait_for_ios checks for completions before it sleeps. The call doubles
+    // this time if spinning made the sleep unnecessary, and halves it otherwise.
     long spin_limit_ns = 50000;
-    unsigned wait_count = 0; // Number of waits while the limit was too small to spin; every 64th of these waits spins.
-    timespec next_agent_check{}; // CLOCK_REALTIME at which a sleeping wait checks again whether the agent has ended.
+    unsigned unspun_wait_count = 0; // Waits while spin_limit_ns was too small to spin; every 64th of these waits spins.
+    timespec next_agent_check{};    // CLOCK_REALTIME at which a sleeping wait checks again whether the agent has ended.
+    // Whether the connection posts the completion semaphore; unknown: start_watching() was not called yet.
     enum class Watch : std::uint8_t { unknown, no, yes } watch_state = Watch::unknown;
 };
 

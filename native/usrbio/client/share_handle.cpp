@@ -21,7 +21,7 @@ constexpr std::uint64_t length_max = INT64_MAX;
 // SCM_MAX_FD: the most descriptors that one message of a socket can carry.
 constexpr std::uint32_t descriptors_max = 253;
 
-// The 192 bytes of a ShareHandle.
+// The 192 bytes of a ShareHandle, little-endian and without padding.
 struct ShareBytes {
     char magic[8];
     std::uint16_t version;
@@ -73,7 +73,7 @@ bool are_chunks_valid(const ShareHandle& handle) {
 }
 
 bool is_address_valid(const ShareHandle& handle) {
-    // The last byte may be at the last address, so that the address after it wraps to zero.
+    // Compare with the last address. The address after the last byte may wrap to 0.
     const bool is_in_address_space = handle.address != 0 && handle.length_bytes - 1 <= UINT64_MAX - handle.address;
     return is_in_address_space && (handle.address - handle.offset_bytes) % host_page_bytes() == 0;
 }
@@ -107,6 +107,7 @@ bool is_valid(const GdrHandle& handle) {
            handle.device <= INT_MAX;
 }
 
+// Sets the digest: the first 16 bytes of the SHA-256 of all bytes before it.
 void set_digest(ShareBytes& bytes) {
     Sha256 hash;
     hash.add({reinterpret_cast<const char*>(&bytes), share_handle_bytes - digest_bytes});
@@ -149,6 +150,7 @@ std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> data
     std::memcpy(&bytes, data.data(), sizeof bytes);
     ShareBytes with_valid_digest = bytes;
     set_digest(with_valid_digest);
+    // The values of ShareKind are 1 to 3.
     if (std::memcmp(bytes.magic, share_magic, sizeof share_magic) != 0 || bytes.version != share_version ||
         std::memcmp(bytes.digest, with_valid_digest.digest, digest_bytes) != 0 ||
         bytes.handle_bytes != share_handle_bytes || bytes.reserved != 0 || bytes.kind < 1 || bytes.kind > 3) {

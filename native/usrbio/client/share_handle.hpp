@@ -1,6 +1,6 @@
 // The two formats of handles by which a process shares its device memory with another process. A handle comes from
 // another process, so parsing checks every field. gdrkit/registration implements both formats in Python, and tests
-// compare the implementations by the vectors of suites/vectors.
+// compare both implementations by the test vectors in suites/vectors.
 #pragma once
 
 #include <array>
@@ -24,13 +24,14 @@ struct ShareHandle {
     ShareKind kind = ShareKind::ipc;
     std::uint64_t allocation_bytes = 0; // Size of the allocation (IPC), of all chunks (VMM) or of the dma-buf.
     std::uint64_t offset_bytes = 0;     // Offset of the shared bytes in the allocation.
-    std::uint64_t length_bytes = 0;
+    std::uint64_t length_bytes = 0;     // Number of shared bytes.
     std::uint64_t address = 0;     // For a dma-buf: the owner's device address of the first shared byte; otherwise 0.
-    std::uint64_t chunk_bytes = 0; // VMM only.
+    std::uint64_t chunk_bytes = 0; // Size of each chunk (VMM); otherwise 0.
+    // Number of descriptors that are sent with the handle: one for each chunk (VMM), 1 (dma-buf) or 0 (IPC).
     std::uint32_t descriptor_count = 0;
     std::array<std::uint8_t, 16> device_uuid{};
     ProcessIdentity owner;
-    std::array<std::uint8_t, 64> ipc{};
+    std::array<std::uint8_t, 64> ipc{}; // CUipcMemHandle; zeros for other kinds than IPC.
     bool operator==(const ShareHandle&) const = default;
 };
 

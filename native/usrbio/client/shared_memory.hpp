@@ -20,8 +20,9 @@ public:
     // Creates and maps memory. `name`: as for shm_open. `numa`: NUMA node, or -1 for any. Allocates all pages, so that
     // a write raises no SIGBUS when /dev/shm is full. Returns 0 or -errno.
     int create(std::string name, std::size_t bytes, int numa) noexcept;
-    // Like create(), but does not create `name` yet. The kernel then frees the memory when its last user ends or is
-    // killed. If the kernel does not support memory without a name, this is the same as create().
+    // Like create(), but does not create `name` yet. As long as the memory has no name, the kernel frees the memory
+    // when the last process that uses it has ended. If the kernel does not support files without a name (O_TMPFILE),
+    // does the same as create().
     int create_unnamed(std::string name, std::size_t bytes, int numa) noexcept;
     // Returns the descriptor of memory that has no name yet, otherwise -1.
     int unnamed_fd() const noexcept { return unnamed_descriptor_.get(); }
@@ -38,12 +39,12 @@ public:
     // name.
     const std::string& name() const noexcept { return name_; }
 
-    // Opens the file by its name. Returns no descriptor if that fails, or if this process is not responsible for a
+    // Opens the file by its name. Returns an invalid descriptor on failure, or if this process is not responsible for a
     // name.
     Descriptor reopen() const noexcept;
 
-    // Makes the mapping writable again, in case the application has changed it by mprotect(). Returns false if the
-    // application has unmapped a part.
+    // Makes the whole mapping writable again, because the application may have changed it by mprotect(). Returns false
+    // if the application has unmapped a part.
     bool make_writable() noexcept;
 
     std::uint8_t* base() const noexcept { return base_; }
@@ -56,8 +57,8 @@ private:
     int map(int fd, std::size_t bytes, int numa) noexcept;
 
     Descriptor unnamed_descriptor_;
-    std::string pending_name_; // Name for memory that has no name yet.
-    std::string name_;         // Name to remove; empty: none.
+    std::string pending_name_; // The name that memory without a name will get.
+    std::string name_;         // The name that this process must remove; empty: none.
     std::uint8_t* base_ = nullptr;
     std::size_t bytes_ = 0;
     std::uint64_t fork_count_ = 0; // fork_count() when the memory was mapped.

@@ -8,14 +8,15 @@ int main(int count, char** arguments) {
     }
     const char *const mount = arguments[1], *const path = arguments[2];
     const int device = atoi(arguments[3]);
-    const size_t bytes = size_of_file(path);
+    const size_t bytes = get_file_size(path);
     struct hf3fs_iov iov;
+    /* An iov must have at least one byte, also for an empty file. */
     int error = hf3fs_iovcreate_gpu(&iov, mount, bytes == 0 ? 1 : bytes, 0, device);
     if (error != 0) {
         fail("hf3fs_iovcreate_gpu", error);
     }
     const size_t read_bytes = read_file(mount, path, &iov, iov.base, iov.size);
-    /* Kernels that start after this call see the bytes that the NIC has written. */
+    /* Direction 1: kernels that start after this call see the bytes that the NIC has written. */
     error = hf3fs_iovsync_gpu(&iov, 1);
     if (error != 0) {
         fail("hf3fs_iovsync_gpu", error);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,13 +11,14 @@
 
 #include "hf3fs_usrbio_gdr.h"
 
-/* `error` is an errno, positive or negative. */
+/* Prints which call failed, and ends the program. `error` is an errno, positive or negative. */
 static inline void fail(const char* call, long error) {
     fprintf(stderr, "%s failed: %s\n", call, strerror((int)(error < 0 ? -error : error)));
     exit(1);
 }
 
-static inline struct timespec seconds_from_now(int seconds) {
+/* Returns the time in `seconds` from now. hf3fs_wait_for_ios takes a deadline in CLOCK_REALTIME, not a timeout. */
+static inline struct timespec make_deadline(int seconds) {
     struct timespec deadline;
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_sec += seconds;
@@ -24,9 +26,9 @@ static inline struct timespec seconds_from_now(int seconds) {
 }
 
 /* Waits for the completion of the only operation in flight, and returns how many bytes it moved. */
-static inline size_t wait_for_one(const struct hf3fs_ior* ior) {
+static inline size_t wait_for_completion(const struct hf3fs_ior* ior) {
     struct hf3fs_cqe cqe;
-    const struct timespec deadline = seconds_from_now(60);
+    const struct timespec deadline = make_deadline(60);
     const int count = hf3fs_wait_for_ios(ior, &cqe, 1, 1, &deadline);
     if (count < 0) {
         fail("hf3fs_wait_for_ios", count);
@@ -42,10 +44,10 @@ static inline size_t wait_for_one(const struct hf3fs_ior* ior) {
 }
 
 /*
- * Returns a function of the driver by its symbol. A program that is built with CUDA includes <cuda.h> instead and links
- * libcuda.
+ * Returns the function of the CUDA driver with this symbol. A program that is built with the CUDA toolkit can include
+ * <cuda.h> and link libcuda instead.
  */
-static inline void* cuda_function(const char* symbol) {
+static inline void* find_cuda_function(const char* symbol) {
     void* const library = dlopen("libcuda.so.1", RTLD_NOW);
     void* const function = library == NULL ? NULL : dlsym(library, symbol);
     if (function == NULL) {
@@ -55,6 +57,7 @@ static inline void* cuda_function(const char* symbol) {
     return function;
 }
 
+/* Ends the program if `result`, a CUresult, is not CUDA_SUCCESS (0). */
 static inline void check_cuda(const char* call, int result) {
     if (result != 0) {
         fprintf(stderr, "%s failed: %d\n", call, result);
@@ -64,9 +67,9 @@ static inline void check_cuda(const char* call, int result) {
 
 /* Makes the primary context of the device current, as the CUDA runtime does. */
 static inline void use_device(int device) {
-    int (*init)(unsigned) = (int (*)(unsigned))cuda_function("cuInit");
-    int (*retain)(void**, int) = (int (*)(void**, int))cuda_function("cuDevicePrimaryCtxRetain");
-    int (*set)(void*) = (int (*)(void*))cuda_function("cuCtxSetCurrent");
+    int (*init)(unsigned) = (int (*)(unsigned))find_cuda_function("cuInit");
+    int (*retain)(void**, int) = (int (*)(void**, int))find_cuda_function("cuDevicePrimaryCtxRetain");
+    int (*set)(void*) = (int (*)(void*))find_cuda_function("cuCtxSetCurrent");
     void* context = NULL;
     check_cuda("cuInit", init(0));
     check_cuda("cuDevicePrimaryCtxRetain", retain(&context, device));
@@ -74,30 +77,30 @@ static inline void use_device(int device) {
 }
 
 static inline void* allocate_on_device(size_t bytes) {
-    int (*allocate)(uint64_t*, size_t) = (int (*)(uint64_t*, size_t))cuda_function("cuMemAlloc_v2");
+    int (*allocate)(uint64_t*, size_t) = (int (*)(uint64_t*, size_t))find_cuda_function("cuMemAlloc_v2");
     uint64_t address = 0;
     check_cuda("cuMemAlloc", allocate(&address, bytes));
     return (void*)address;
 }
 
 static inline void free_on_device(void* pointer) {
-    int (*release)(uint64_t) = (int (*)(uint64_t))cuda_function("cuMemFree_v2");
+    int (*release)(uint64_t) = (int (*)(uint64_t))find_cuda_function("cuMemFree_v2");
     check_cuda("cuMemFree", release((uint64_t)pointer));
 }
 
 /* Copies device memory to the host and writes it to standard output. */
 static inline void print_device_memory(const void* pointer, size_t bytes) {
-    int (*copy)(void*, uint64_t, size_t) = (int (*)(void*, uint64_t, size_t))cuda_function("cuMemcpyDtoH_v2");
-    void* const host = malloc(bytes == 0 ? 1 : bytes);
-    if (host == NULL) {
-        fail("malloc", 12);
+    int (*copy)(void*, uint64_t, size_t) = (int (*)(void*, uint64_t, size_t))find_cuda_function("cuMemcpyDtoH_v2");
+    void* const host_copy = malloc(bytes == 0 ? 1 : bytes);
+    if (host_copy == NULL) {
+        fail("malloc", ENOMEM);
     }
     if (bytes != 0) {
-        check_cuda("cuMemcpyDtoH", copy(host, (uint64_t)pointer, bytes));
+        check_cuda("cuMemcpyDtoH", copy(host_copy, (uint64_t)pointer, bytes));
     }
-    if (fwrite(host, 1, bytes, stdout) != bytes || fflush(stdout) != 0) {
+    if (fwrite(host_copy, 1, bytes, stdout) != bytes || fflush(stdout) != 0) {
         fprintf(stderr, "write to standard output failed\n");
         exit(1);
     }
-    free(host);
+    free(host_copy);
 }

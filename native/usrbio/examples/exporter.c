@@ -1,6 +1,6 @@
 /*
- * The owner of GPU memory. It exports the memory, waits until another process (importer) has read a file into it, and
- * writes the content to standard output.
+ * The owner of GPU memory. This program exports the memory, waits until another process (importer.c) has read a file
+ * into the memory, and writes the content of the memory to standard output.
  */
 #include "handle_socket.h"
 
@@ -12,7 +12,7 @@ int main(int count, char** arguments) {
     const int device = atoi(arguments[3]);
     const size_t bytes = (size_t)strtoull(arguments[2], NULL, 10);
     /* Listen first, so that the importer can be started at any time. */
-    const struct sockaddr_un address = address_of(arguments[4]);
+    const struct sockaddr_un address = make_socket_address(arguments[4]);
     const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (listener < 0 || bind(listener, (const struct sockaddr*)&address, sizeof address) != 0 ||
         listen(listener, 1) != 0) {
@@ -33,6 +33,7 @@ int main(int count, char** arguments) {
         fail("accept", errno);
     }
     transfer_all(send_some, peer, &handle, sizeof handle);
+    /* Wait until the importer has finished. */
     char done_byte = 0;
     transfer_all(recv, peer, &done_byte, sizeof done_byte);
     close(peer);
@@ -40,7 +41,7 @@ int main(int count, char** arguments) {
     unlink(arguments[4]);
     use_device(device);
     print_device_memory(iov.base, bytes);
-    /* The importer has closed its mapping now. */
+    /* The importer has unmapped the memory, so it may be freed now. */
     hf3fs_iovdestroy_gpu(&iov);
     return 0;
 }

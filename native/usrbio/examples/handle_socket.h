@@ -1,6 +1,6 @@
 /*
- * Passes the exporter's handle to the importer over a socket in the file system. The importer sends one byte back when
- * it has finished.
+ * Functions to pass the exporter's handle to the importer over a UNIX socket. The importer sends one byte back when it
+ * has read the file and unmapped the memory.
  */
 #pragma once
 
@@ -11,7 +11,7 @@
 
 #include "example.h"
 
-static inline struct sockaddr_un address_of(const char* path) {
+static inline struct sockaddr_un make_socket_address(const char* path) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     if (strlen(path) >= sizeof address.sun_path) {
         fail(path, ENAMETOOLONG);
@@ -20,16 +20,19 @@ static inline struct sockaddr_un address_of(const char* path) {
     return address;
 }
 
+/* Sends or receives exactly `length` bytes. `transfer` is send_some() or recv(), which may transfer fewer bytes. */
 static inline void transfer_all(ssize_t (*transfer)(int, void*, size_t, int), int peer, void* bytes, size_t length) {
-    for (size_t done = 0; done < length;) {
-        const ssize_t count = transfer(peer, (char*)bytes + done, length - done, MSG_NOSIGNAL);
+    for (size_t transferred_bytes = 0; transferred_bytes < length;) {
+        const ssize_t count =
+            transfer(peer, (char*)bytes + transferred_bytes, length - transferred_bytes, MSG_NOSIGNAL);
         if (count <= 0) {
             fail("the other process", count == 0 ? EPIPE : errno);
         }
-        done += (size_t)count;
+        transferred_bytes += (size_t)count;
     }
 }
 
+/* Calls send(), with the signature of recv(). */
 static inline ssize_t send_some(int peer, void* bytes, size_t length, int flags) {
     return send(peer, bytes, length, flags);
 }

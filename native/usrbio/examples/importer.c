@@ -1,4 +1,4 @@
-/* Receives the handle of another process's GPU memory (exporter) and reads a file into that memory. */
+/* Receives the handle of the GPU memory of another process (exporter.c), and reads a file into that memory. */
 #include "handle_socket.h"
 #include "read_file.h"
 
@@ -7,7 +7,7 @@ int main(int count, char** arguments) {
         fprintf(stderr, "usage: %s MOUNT FILE SOCKET\n", arguments[0]);
         return 1;
     }
-    const struct sockaddr_un address = address_of(arguments[3]);
+    const struct sockaddr_un address = make_socket_address(arguments[3]);
     const int peer = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (peer < 0 || connect(peer, (const struct sockaddr*)&address, sizeof address) != 0) {
         fail(arguments[3], errno);
@@ -20,12 +20,14 @@ int main(int count, char** arguments) {
         fail("hf3fs_iov_import_gpu", error);
     }
     const size_t read_bytes = read_file(arguments[1], arguments[2], &iov, iov.base, iov.size);
+    /* Direction 1: the work of the GPU sees the bytes that the NIC has written. */
     error = hf3fs_iovsync_gpu(&iov, 1);
     if (error != 0) {
         fail("hf3fs_iovsync_gpu", error);
     }
     printf("%zu bytes were read into the memory of another process, on device %d\n", read_bytes,
            hf3fs_iov_gpu_device(&iov));
+    /* Unmap the memory first. The byte then tells the exporter that it may read and free the memory. */
     hf3fs_iovdestroy_gpu(&iov);
     char done_byte = 1;
     transfer_all(send_some, peer, &done_byte, sizeof done_byte);

@@ -1,4 +1,4 @@
-/* One read of a file into device memory, from its first byte. */
+/* Reads a file into device memory by one operation of a ring, from the first byte of the file. */
 #pragma once
 
 #include <errno.h>
@@ -8,18 +8,19 @@
 
 #include "example.h"
 
-static inline size_t size_of_file(const char* path) {
-    struct stat status;
-    if (stat(path, &status) != 0) {
+static inline size_t get_file_size(const char* path) {
+    struct stat attributes;
+    if (stat(path, &attributes) != 0) {
         fail(path, errno);
     }
-    return (size_t)status.st_size;
+    return (size_t)attributes.st_size;
 }
 
-/* Returns how many bytes were read into `pointer`, which is inside the iov. */
+/* Reads at most `bytes` to `pointer`, which is inside the iov. Returns how many bytes were read. */
 static inline size_t read_file(const char* mount, const char* path, const struct hf3fs_iov* iov, void* pointer,
                                size_t bytes) {
     struct hf3fs_ior ior;
+    /* Arguments after the mount: 64 entries, for reads, io_depth 0, timeout 0, any NUMA node (-1), no flags. */
     int error = hf3fs_iorcreate4(&ior, mount, 64, true, 0, 0, -1, 0);
     if (error != 0) {
         fail("hf3fs_iorcreate4", error);
@@ -28,7 +29,7 @@ static inline size_t read_file(const char* mount, const char* path, const struct
     if (fd < 0) {
         fail(path, errno);
     }
-    /* A value above 0 is an errno. */
+    /* Unlike the other functions, hf3fs_reg_fd returns a positive errno. */
     error = hf3fs_reg_fd(fd, 0);
     if (error > 0) {
         fail("hf3fs_reg_fd", error);
@@ -41,9 +42,9 @@ static inline size_t read_file(const char* mount, const char* path, const struct
     if (error != 0) {
         fail("hf3fs_submit_ios", error);
     }
-    const size_t done = wait_for_one(&ior);
+    const size_t read_bytes = wait_for_completion(&ior);
     hf3fs_dereg_fd(fd);
     close(fd);
     hf3fs_iordestroy(&ior);
-    return done;
+    return read_bytes;
 }

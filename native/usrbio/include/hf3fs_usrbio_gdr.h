@@ -1,7 +1,8 @@
 /*
  * hf3fs usrbio with GPU memory: iovs in the memory of a CUDA device, for reads and writes without a copy by a CPU. The
- * functions ending in _gpu belong to the first generation of this interface. Those ending in _device, hf3fs_iovsync,
- * hf3fs_iov_mem_type and hf3fs_iov_device_id belong to the third. Both work on the same iovs.
+ * functions ending in _gpu belong to the first generation of this interface. The functions ending in _device,
+ * hf3fs_iovsync, hf3fs_iov_mem_type and hf3fs_iov_device_id belong to the third. Both generations work on the same
+ * iovs.
  *
  * RULES FOR ALL FUNCTIONS
  *   Results      0, or a negative errno. A function that fails changes nothing, unless it says otherwise.
@@ -10,25 +11,27 @@
  *   Threads      Any thread may call, also concurrently. Every function preserves the calling thread's current CUDA
  *                context.
  *   Structs      A null pointer, a struct of zeros, a destroyed iov and an iov of host memory are not GPU iovs. The
- *                functions refuse or ignore them and never dereference their pointers. A copy of a struct names the
- *                same iov.
- *   Addresses    iov->base is a device address, which a CPU must not dereference. Pass it, or any address between it
- *                and iov->base + iov->size, to hf3fs_prep_io as `ptr`.
- *   Logging      The environment variable HF3FS_USRBIO_LIB_LOG sets the level. Errors contain the driver's result.
- *   fork         A forked child has none of its parent's GPU iovs: the functions ignore them there.
+ *                functions refuse or ignore them and never dereference their pointers. A copy of a struct refers
+ *                to the same iov.
+ *   Addresses    iov->base is a device address, which a CPU must not dereference. Pass iov->base, or any address from
+ *                there up to iov->base + iov->size, to hf3fs_prep_io as `ptr`.
+ *   Logging      The environment variable HF3FS_USRBIO_LIB_LOG sets the level. The log of an error contains the CUDA
+ *                driver's result code.
+ *   fork         A forked child has none of its parent's GPU iovs: in the child, the functions ignore them.
  *
  * PUBLICATION
  *   Other processes find an iov by the symbolic link <mount>/3fs-virt/iovs/<uuid>.gdr.d<device>, whose target is
  *     gdr://v2/device/<device>/allocation/<bytes>/offset/<bytes>/size/<bytes>/ipc/<128 hexadecimal digits>
- *   (the CUDA IPC handle of the allocation, and the offset of the iov in it). <device> is the number of the device in
- *   the process that publishes. Other processes may have other numbers (CUDA_VISIBLE_DEVICES), so they find the device
- *   by the handle. For memory without an IPC handle (VMM, memory pools) the target ends in /dmabuf instead of /ipc/...
- *   If the mount has an agent (<mount>/3fs-virt/agent.sock), the library sends it the dma-buf of the memory too, and
- *   the agent registers that. The agent's verdict is the result of the publication. Otherwise the library only creates
- *   the link, and the server of the mount decides.
+ *   (the CUDA IPC handle of the allocation, and the offset of the iov in the allocation). <device> is the number of the
+ *   device in the process that publishes. Other processes may have other numbers (CUDA_VISIBLE_DEVICES), so they find
+ *   the device by the handle. For memory without an IPC handle (VMM, memory pools) the target ends in /dmabuf instead
+ *   of /ipc/... If the mount has an agent (<mount>/3fs-virt/agent.sock), the library also sends the dma-buf of the
+ *   memory, and the agent registers it with its NICs. If the agent refuses the dma-buf, the publication fails. Without
+ *   an agent, the library only creates the link, and the server of the mount decides whether it accepts the memory.
  *
  * OWNERSHIP
- *   create  owns the memory and the link;  wrap  owns the link;  open and import  own only their mapping.
+ *   An iov of create owns the memory and the link, an iov of wrap only the link, an iov of open or import only its
+ *   mapping.
  *   hf3fs_iovunlink and hf3fs_iovdestroy do for a GPU iov what hf3fs_iovunlink_gpu and hf3fs_iovdestroy_gpu do.
  */
 #pragma once
@@ -43,33 +46,33 @@ extern "C" {
 
 /*
  * Returns true if hf3fs_gdr_device_count() is above 0. The agent of this user, or `gdrkit reach`, must have run since
- * the boot, because they measure which NICs reach which devices. The result of create or wrap is the verdict for the
- * memory at hand.
+ * the boot, because they measure which NICs reach which devices. Whether a NIC can access particular memory is known
+ * only after create or wrap.
  */
 HF3FS_API bool hf3fs_gdr_available(void);
 
 /*
- * Returns the number of CUDA devices that can have iovs; 0 without CUDA. This process must see the device
- * (CUDA_VISIBLE_DEVICES). The device must be able to share its memory with other processes (unified addressing, and a
- * compute mode that admits processes). A NIC must reach the device: it has registered memory of the device, and the
- * bytes that it wrote and read there were right.
+ * Returns the number of CUDA devices that can have iovs; 0 without CUDA. A device counts under three conditions:
+ * this process sees it (CUDA_VISIBLE_DEVICES). It can share its memory with other processes (unified addressing, and a
+ * compute mode that admits several processes). A NIC reaches it: in the measurement that hf3fs_gdr_available() needs,
+ * the NIC registered memory of the device, and wrote and read the right bytes there.
  */
 HF3FS_API int hf3fs_gdr_device_count(void);
 
 /* ---- first generation -------------------------------------------- */
 
 /*
- * Allocates `size` bytes on the device and publishes them under a new random id, which it stores in iov->id. Memory of
- * the pool (see below) is filled with zeros; other memory is not cleared. It is allocated in whole pages of 64 KiB,
- * with CU_POINTER_ATTRIBUTE_SYNC_MEMOPS set, in the primary context of the device, which stays retained until the iov
- * is destroyed.
+ * Allocates `size` bytes on the device and publishes them under a new random id, which it stores in iov->id. The
+ * memory consists of whole pages of 64 KiB in the primary context of the device, with CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+ * set. The context stays retained until the iov is destroyed. Memory of the pool (see below) is filled with zeros;
+ * other memory is not cleared.
  *   block_size   Stored in iov->block_size: no operation of hf3fs_prep_io may cross a multiple of it. 0: no such limit.
- *                The memory is registered as one region with every block_size.
+ *                It does not affect the registration: the memory is always one region.
  * Errors
  *   -EINVAL      iov or mount is null, the mount is empty or has 256 characters or more, or size is 0.
  *   -ENODEV      The device does not exist, or its context cannot be retained.
  *   -ENOMEM      The device does not have enough free memory.
- *   -ENOTSUP     Also: this device can export neither a dma-buf nor an IPC handle to the server of the mount.
+ *   -ENOTSUP     There is no CUDA, or the driver can export neither a dma-buf nor an IPC handle of the memory.
  *   -EIO         The driver failed.
  *   other        The error of the agent or of symlink(2): -ENOENT (the mount has no 3fs-virt/iovs), -EACCES,
  *                -EREMOTEIO (the agent has ended), the error of a NIC ...
@@ -79,16 +82,16 @@ HF3FS_API int hf3fs_iovcreate_gpu(struct hf3fs_iov* iov, const char* hf3fs_mount
 
 /*
  * Maps memory that another process published as `id`. A process cannot open its own memory. If an agent serves the
- * mount, the iov borrows the publication from it: operations fail with -EACCES from the time at which the owner
+ * mount, the iov borrows the owner's publication: operations fail with -EACCES from the time at which the owner
  * withdraws the publication or ends.
  *   size         The size of the iov as it was published.
- * Errors: the errors of create, and
+ * Errors: the errors of hf3fs_iovcreate_gpu, and
  *   -ENOENT      There is no publication with that id.
- *   -EINVAL      Two links have that id; the target is malformed or has another size; the memory is on another device
- *                than gpu_device_id, or the driver reports another allocation.
- *   -ENOTSUP     It was published only by its dma-buf: VMM memory and pools have no IPC handle.
- *   -EIO         The driver refuses: the owner is this process, has ended, or has freed the memory.
- *   other        The error of the agent: -EACCES (it belongs to another user), -ENOENT (it is not published),
+ *   -EINVAL      Two links have that id; the target of the link is malformed or contains another size; the memory is on
+ *                another device than gpu_device_id, or the driver reports an allocation of another size.
+ *   -ENOTSUP     The memory was published only by its dma-buf: VMM memory and pools have no IPC handle.
+ *   -EIO         The driver refuses the handle: the owner is this process, has ended, or has freed the memory.
+ *   other        The error of the agent: -EACCES (the memory belongs to another user), -ENOENT (it is not published),
  *                -EREMOTEIO (the agent has ended) ...
  */
 HF3FS_API int hf3fs_iovopen_gpu(struct hf3fs_iov* iov, const uint8_t id[16], const char* hf3fs_mount_point, size_t size,
@@ -96,10 +99,10 @@ HF3FS_API int hf3fs_iovopen_gpu(struct hf3fs_iov* iov, const uint8_t id[16], con
 
 /*
  * Publishes `size` bytes of device memory that the caller has allocated (by cudaMalloc, as a tensor ...) as `id`;
- * gpu_ptr may be inside an allocation. The memory must stay allocated until the iov is destroyed. The function sets its
- * attribute CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, which stays set. VMM memory has no such attribute; for it the function
- * sets the flag CU_CTX_SYNC_MEMOPS of the context.
- * Errors: the errors of create, and
+ * gpu_ptr may be inside an allocation. The memory must stay allocated until the iov is destroyed. The function sets the
+ * attribute CU_POINTER_ATTRIBUTE_SYNC_MEMOPS of the memory, which stays set. VMM memory has no such attribute, so the
+ * function sets the flag CU_CTX_SYNC_MEMOPS of the context.
+ * Errors: the errors of hf3fs_iovcreate_gpu, and
  *   -EINVAL      gpu_ptr or id is null; the bytes are host memory, managed memory or memory of another device, or they
  *                extend beyond the end of their allocation.
  *   -EEXIST      A publication with that id exists.
@@ -109,7 +112,8 @@ HF3FS_API int hf3fs_iovwrap_gpu(struct hf3fs_iov* iov, void* gpu_ptr, const uint
 
 /*
  * Withdraws the publication of a created or wrapped iov: the agent deregisters the memory, and the link is removed. The
- * memory stays. Does nothing for other iovs. A failure is logged, and this function or destroy tries again.
+ * memory stays. Does nothing for other iovs. After a failure, which is logged, the next call of this function or of
+ * hf3fs_iovdestroy_gpu tries again.
  */
 HF3FS_API void hf3fs_iovunlink_gpu(struct hf3fs_iov* iov);
 
@@ -122,22 +126,23 @@ HF3FS_API void hf3fs_iovunlink_gpu(struct hf3fs_iov* iov);
  */
 HF3FS_API void hf3fs_iovdestroy_gpu(struct hf3fs_iov* iov);
 
-/* Returns true if it is a GPU iov of this process. */
+/* Returns true if `iov` is a GPU iov of this process. */
 HF3FS_API bool hf3fs_iov_is_gpu(const struct hf3fs_iov* iov);
 
-/* Returns the number of its device; -1 if it is not a GPU iov. */
+/* Returns the number of the device of `iov`; -1 if `iov` is not a GPU iov. */
 HF3FS_API int hf3fs_iov_gpu_device(const struct hf3fs_iov* iov);
 
 /*
  * Waits until the device has finished all work that was submitted before this call, in all streams of the context that
  * holds the memory.
- *   direction    0: call it before a write is submitted; the NIC then reads what the GPU has written. 1: call it after
- *                a read has completed; kernels that start after the call see what the NIC has written. Some devices
- *                show writes of a NIC only after a flush: hf3fs_wait_for_ios flushes them, and so does this function.
+ *   direction    0: for a write to a file. Call the function before you submit the write; the NIC then reads what the
+ *                GPU has written. 1: for a read from a file. Call the function after the read has completed; kernels
+ *                that start after the call see what the NIC has written. Some devices show writes of a NIC only after
+ *                a flush: hf3fs_wait_for_ios flushes them, and so does this function.
  * Errors
- *   -EINVAL      It is not a GPU iov, or direction is neither 0 nor 1.
+ *   -EINVAL      `iov` is not a GPU iov, or direction is neither 0 nor 1.
  *   -ENODEV      The context of the memory was destroyed.
- *   -EIO         The driver failed, or an earlier kernel did.
+ *   -EIO         The driver reports an error, perhaps of an earlier kernel.
  */
 HF3FS_API int hf3fs_iovsync_gpu(const struct hf3fs_iov* iov, int direction);
 
@@ -152,8 +157,8 @@ typedef struct {
 /*
  * Exports the handle of a GPU iov.
  * Errors
- *   -EINVAL      It is not a GPU iov, handle is null, the memory has no IPC handle (VMM, pools), or the iov begins
- *                inside its allocation.
+ *   -EINVAL      `iov` is not a GPU iov, handle is null, the memory has no IPC handle (VMM, pools), or the iov does
+ *                not begin at the start of its allocation.
  */
 HF3FS_API int hf3fs_iov_export_gpu(const struct hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle);
 
@@ -163,12 +168,11 @@ HF3FS_API int hf3fs_iov_export_gpu(const struct hf3fs_iov* iov, hf3fs_gpu_ipc_ha
  * Otherwise it sets iov->id to zeros. It sets iov->block_size to iov->size.
  * Errors
  *   -EINVAL      iov, handle or mount is null, the mount is empty or too long; the handle is malformed (an empty IPC
- *                handle, a size of 0); the allocation is smaller than the size in the handle; the driver refuses it
- *                (the owner is this process, has ended, or has freed the memory, or CUDA_VISIBLE_DEVICES hides the
- *                device from this process). The handle has the owner's device number, which is not used.
- *   -ENODEV      This process has no CUDA device.
+ *                handle, a size of 0); the allocation is smaller than the size in the handle; the driver refuses the
+ * handle (the owner is this process, has ended, or has freed the memory, or CUDA_VISIBLE_DEVICES hides the device from
+ * this process). The owner's device number in the handle is only a hint. -ENODEV      This process has no CUDA device.
  *   -ENOMEM      The device has not enough resources for the mapping.
- *   -EIO         The driver failed afterwards.
+ *   -EIO         The driver mapped the memory, but a later call of the driver failed.
  */
 HF3FS_API int hf3fs_iov_import_gpu(struct hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle,
                                    const char* hf3fs_mount_point);
@@ -182,8 +186,8 @@ enum hf3fs_mem_type {
 };
 
 /*
- * Same as hf3fs_iovcreate_gpu, hf3fs_iovopen_gpu and hf3fs_iovwrap_gpu, but a block_size other than 0 is -EINVAL. They
- * never use host memory instead.
+ * Same as hf3fs_iovcreate_gpu, hf3fs_iovopen_gpu and hf3fs_iovwrap_gpu, but a block_size other than 0 is -EINVAL. The
+ * functions never use host memory instead of device memory.
  */
 HF3FS_API int hf3fs_iovcreate_device(struct hf3fs_iov* iov, const char* hf3fs_mount_point, size_t size,
                                      size_t block_size, int device_id);
@@ -217,7 +221,7 @@ typedef struct {
 /*
  * Exports the handle of a created or wrapped iov. The iov may begin anywhere in its allocation.
  * Errors
- *   -EINVAL      It is not a GPU iov, or handle is null.
+ *   -EINVAL      `iov` is not a GPU iov, or handle is null.
  *   -ENOTSUP     The memory has no IPC handle (VMM, pools), or was imported from another process.
  */
 HF3FS_API int gdrkit_iov_export_share(const struct hf3fs_iov* iov, gdrkit_share_handle_t* handle);
@@ -233,33 +237,34 @@ HF3FS_API int gdrkit_iov_import_share(struct hf3fs_iov* iov, const gdrkit_share_
                                       const char* hf3fs_mount_point);
 
 /*
- * The pool of device memory. If the agent of the mount can keep registrations, hf3fs_iovcreate_gpu takes memory from
- * the pool, and hf3fs_iovdestroy_gpu returns it. So later iovs need no new allocation and registration.
+ * The pool of device memory. If the agent of the mount can keep registrations of idle memory, hf3fs_iovcreate_gpu takes
+ * memory from the pool, and hf3fs_iovdestroy_gpu returns it. So later iovs need no new allocation and registration.
  *
- * Memory goes only to a later iov of the same process, mount and device, and is filled with zeros before. It is freed
- * instead if another process borrowed the iov (open, import), if a handle of the iov was exported, or if
- * hf3fs_iovunlink_gpu withdrew the publication. Idle memory is freed if it is idle for too long or above the limit, or
- * if less than a sixteenth of the memory of a device is free. The agent deregisters the memory first.
+ * Memory goes only to a later iov of the same process, mount and device, and is filled with zeros before. The memory of
+ * a destroyed iov is freed instead if another process borrowed the iov (open, import), if a handle of the iov was
+ * exported, or if hf3fs_iovunlink_gpu withdrew the publication. Idle memory is freed if it is idle for too long, if the
+ * idle bytes exceed the limit, or if less than a sixteenth of the memory of a device is free. The agent deregisters the
+ * memory before it is freed.
  *
  * The environment variables GDRKIT_USRBIO_GPU_POOL_BYTES (limit of idle bytes of the process; 268435456 if unset; 0: no
  * pool) and GDRKIT_USRBIO_GPU_POOL_IDLE_MS (10000 if unset) set the limits at the first use.
  */
 typedef struct {
     uint64_t idle_bytes_max; /* The limit of idle bytes. */
-    uint64_t idle_blocks;    /* Allocations that no iov uses, and their bytes. */
-    uint64_t idle_bytes;
-    uint64_t in_use_blocks; /* Allocations of iovs, and their bytes. */
-    uint64_t in_use_bytes;
-    uint64_t hits;           /* Iovs that got idle memory. */
-    uint64_t misses;         /* Iovs for which the pool had no idle memory. */
-    uint64_t trimmed_blocks; /* Idle allocations that were freed. */
-    uint64_t refused_blocks; /* Destroyed iovs whose memory could not be used again. */
+    uint64_t idle_blocks;    /* Number of allocations of the pool that no iov uses now. */
+    uint64_t idle_bytes;     /* Bytes of these allocations. */
+    uint64_t in_use_blocks;  /* Number of allocations of the pool that iovs use now. */
+    uint64_t in_use_bytes;   /* Bytes of these allocations. */
+    uint64_t hits;           /* Number of iovs that got idle memory. */
+    uint64_t misses;         /* Number of iovs for which the pool had no idle memory. */
+    uint64_t trimmed_blocks; /* Number of idle allocations that were freed. */
+    uint64_t refused_blocks; /* Number of destroyed iovs whose memory could not be used again. */
 } gdrkit_gpu_pool_statistics_t;
 
 /* Sets the limits. Frees the idle memory above the new limit, beginning with the memory that is idle longest. */
 HF3FS_API int gdrkit_gpu_pool_limit(size_t idle_bytes_max, unsigned idle_ms_max);
 
-/* Frees idle memory until at most `idle_bytes_max` bytes are idle, beginning with the memory that is idle longest. */
+/* Frees the memory that is idle longest, until at most `idle_bytes_max` bytes are idle. */
 HF3FS_API int gdrkit_gpu_pool_trim(size_t idle_bytes_max);
 
 /*

@@ -5,7 +5,7 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-nb::handle module;
+nb::handle hf3fs_module;
 
 [[noreturn]] void raise(const nb::object& error) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
@@ -15,19 +15,19 @@ nb::handle module;
 } // namespace
 
 void set_module(nb::handle loaded_module) noexcept {
-    module = loaded_module;
+    hf3fs_module = loaded_module;
 }
 
 void raise_failed(const char* operation, int error_number, nb::dict arguments) {
-    raise(module.attr("failed")(operation, error_number, arguments));
+    raise(hf3fs_module.attr("failed")(operation, error_number, arguments));
 }
 
 void raise_missing(const char* operation) {
-    raise(module.attr("missing")(operation));
+    raise(hf3fs_module.attr("missing")(operation));
 }
 
 void raise_refused(const char* message, const char* reason) {
-    raise(module.attr("refused")(message, reason));
+    raise(hf3fs_module.attr("refused")(message, reason));
 }
 
 } // namespace gdrkit::usrbio

@@ -1,5 +1,6 @@
-// Functions by which the module _hf3fs raises Python errors. gdrkit/usrbio/_library.py has functions that create these
-// errors with their advice. It stores the functions in the attributes `failed`, `missing` and `refused` of the module.
+// Functions by which the module _hf3fs raises Python errors. gdrkit/usrbio/_library.py has the functions that create
+// these errors, including the advice for the user. It stores these functions in the attributes `failed`, `missing` and
+// `refused` of the module.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,10 +18,11 @@ void set_module(nb::handle module) noexcept;
 // Raises the error of a call of a function that the library does not have.
 [[noreturn]] void raise_missing(const char* operation);
 
-// Raises the error of a call that was refused and has changed nothing. `reason` is a value of gdrkit.errors.Reason.
+// Raises the error of a call that this module refused before it changed anything. `reason` is a value of
+// gdrkit.errors.Reason.
 [[noreturn]] void raise_refused(const char* message, const char* reason);
 
-// Returns the function, or raises an error if the library does not have it.
+// Returns `function`. If it is null, because the library does not have it, raises an error that contains `name`.
 template <typename Function> Function require(Function function, const char* name) {
     if (function == nullptr) {
         raise_missing(name);

@@ -18,12 +18,13 @@ using namespace nb::literals;
 
 namespace {
 
-// Longest wait in one call of the library, so that Python handles signals in time.
+// Longest wait in one call of hf3fs_wait_for_ios. Between two calls, Python handles signals (KeyboardInterrupt).
 constexpr std::chrono::milliseconds wait_step{100};
-constexpr int completions_max = 1024;
+// Largest number of completions that one call of hf3fs_wait_for_ios returns.
+constexpr int completions_per_call_max = 1024;
 
-// Returns a deadline of CLOCK_REALTIME, as the library requires. All other deadlines in this file use a steady clock,
-// because CLOCK_REALTIME can be set. Therefore only short waits are converted.
+// Returns a deadline of CLOCK_REALTIME, as hf3fs_wait_for_ios requires. CLOCK_REALTIME can be set during a wait, so all
+// other deadlines in this file use a steady clock, and only waits of at most `wait_step` are converted.
 std::timespec make_realtime_deadline(std::chrono::nanoseconds wait) {
     std::timespec deadline{};
     clock_gettime(CLOCK_REALTIME, &deadline);
@@ -36,7 +37,7 @@ std::timespec make_realtime_deadline(std::chrono::nanoseconds wait) {
 } // namespace
 
 Ioring::Ioring(const std::string& mount, int entries, bool for_read, int io_depth, std::optional<int> priority,
-               std::optional<int> timeout, int numa, std::uint64_t flags) {
+               std::optional<int> timeout_ms, int numa, std::uint64_t flags) {
     if (priority.value_or(0) != 0 && flags != 0) {
         raise_refused(
             "a ring cannot have both a priority and flags, because no function of hf3fs takes both: omit one of them",
@@ -50,20 +51,21 @@ Ioring::Ioring(const std::string& mount, int entries, bool for_read, int io_dept
     int status = 0;
     {
         const GilRelease release;
-        status = has_priority
-                     ? create3(&raw_, mount.c_str(), entries, for_read, io_depth, *priority, timeout.value_or(0), numa)
-                     : create4(&raw_, mount.c_str(), entries, for_read, io_depth, timeout.value_or(0), numa, flags);
+        status =
+            has_priority
+                ? create3(&ior_, mount.c_str(), entries, for_read, io_depth, *priority, timeout_ms.value_or(0), numa)
+                : create4(&ior_, mount.c_str(), entries, for_read, io_depth, timeout_ms.value_or(0), numa, flags);
     }
     if (status < 0) {
         nb::dict arguments;
         arguments["hf3fs_mount_point"] = mount;
         arguments["entries"] = entries;
-        arguments["timeout_ms"] = timeout.value_or(0);
+        arguments["timeout_ms"] = timeout_ms.value_or(0);
         raise_failed(has_priority ? "hf3fs_iorcreate3" : "hf3fs_iorcreate4", -status, arguments);
     }
     is_open_ = true;
     // Reserve memory now, so that prepare() cannot fail after it has prepared an operation.
-    operations_.reserve(static_cast<std::size_t>(std::max(functions().hf3fs_io_entries(&raw_), 0)) + 1);
+    operations_.reserve(static_cast<std::size_t>(std::max(functions().hf3fs_io_entries(&ior_), 0)) + 1);
 }
 
 Ioring::~Ioring() {
@@ -72,7 +74,7 @@ Ioring::~Ioring() {
     }
     nb::error_scope saved_error;
     close_ring();
-    if (outstanding_ != 0) {
+    if (outstanding_count_ != 0) {
         leak_operations();
         const auto warn = [] {
             return PyErr_WarnEx(
@@ -99,14 +101,14 @@ void Ioring::prepare(nb::handle iov, bool read, int fd, std::size_t offset, nb::
     Iovec* iovec = nb::cast<Iovec*>(iovec_object);
     iovec->memory->check_open();
     if (iovec->is_outstanding) {
-        // An iovec stores the result of one operation, so this operation needs another iovec for the same memory.
+        // An iovec stores the result of one operation, so this second operation needs another iovec of the same memory.
         Iovec duplicate = iovec->slice(0, iovec->length);
         iovec_object = nb::cast(std::move(duplicate));
         iovec = nb::cast<Iovec*>(iovec_object);
     }
     iovec->memory->begin_use(IovecMemory::Use::operation); // complete() ends the use.
     const std::uint64_t ticket = ++last_ticket_;
-    const int index = prep_io(&raw_, &iovec->memory->raw(), read, iovec->begin(), fd, offset, iovec->length,
+    const int index = prep_io(&ior_, &iovec->memory->iov(), read, iovec->begin(), fd, offset, iovec->length,
                               reinterpret_cast<const void*>(ticket));
     if (index < 0) {
         iovec->memory->end_use(IovecMemory::Use::operation);
@@ -120,54 +122,56 @@ void Ioring::prepare(nb::handle iov, bool read, int fd, std::size_t offset, nb::
     }
     iovec->is_outstanding = true;
     operations_.emplace(ticket, Operation{std::move(iovec_object), std::move(userdata), index});
-    ++outstanding_;
-    has_unsubmitted_ = true;
+    ++outstanding_count_;
+    has_unsubmitted_operations_ = true;
 }
 
 void Ioring::submit() {
     check_open();
     auto submit_ios = GDRKIT_REQUIRE(hf3fs_submit_ios);
-    const int status = submit_ios(&raw_);
+    const int status = submit_ios(&ior_);
     if (status < 0) {
         raise_failed("hf3fs_submit_ios", -status);
     }
-    has_unsubmitted_ = false;
+    has_unsubmitted_operations_ = false;
 }
 
 void Ioring::complete(const Cqe& cqe) {
-    const auto position = operations_.find(reinterpret_cast<std::uint64_t>(cqe.userdata));
-    if (position == operations_.end() || position->second.index != cqe.index) {
+    const auto entry = operations_.find(reinterpret_cast<std::uint64_t>(cqe.userdata));
+    if (entry == operations_.end() || entry->second.index != cqe.index) {
         // The completion belongs to no outstanding operation, or is a duplicate.
         nb::dict arguments;
         arguments["index"] = cqe.index;
         raise_failed("hf3fs_wait_for_ios", EPROTO, arguments);
     }
-    Operation operation = std::move(position->second);
-    operations_.erase(position);
+    Operation operation = std::move(entry->second);
+    operations_.erase(entry);
     Iovec* iovec = nb::cast<Iovec*>(operation.iovec);
     iovec->result = cqe.result;
     iovec->userdata = std::move(operation.userdata);
     iovec->is_outstanding = false;
     iovec->memory->end_use(IovecMemory::Use::operation);
-    --outstanding_;
-    completed_.push_back(std::move(operation.iovec));
+    --outstanding_count_;
+    completed_iovecs_.push_back(std::move(operation.iovec));
 }
 
 std::size_t Ioring::reap(int results_max, int results_min, std::optional<Clock::time_point> deadline) {
     auto wait_for_ios = GDRKIT_REQUIRE(hf3fs_wait_for_ios);
-    std::array<Cqe, completions_max> cqes;
-    const int capacity = std::min(results_max, completions_max);
+    std::array<Cqe, completions_per_call_max> cqes;
+    const int capacity = std::min(results_max, completions_per_call_max);
     const int count_min = std::clamp(results_min, 0, capacity);
-    std::chrono::nanoseconds wait = count_min > 0 ? std::chrono::nanoseconds{wait_step} : std::chrono::nanoseconds{0};
+    std::chrono::nanoseconds wait_duration =
+        count_min > 0 ? std::chrono::nanoseconds{wait_step} : std::chrono::nanoseconds{0};
     if (deadline) {
-        wait = std::clamp(std::chrono::nanoseconds{*deadline - Clock::now()}, std::chrono::nanoseconds{0}, wait);
+        wait_duration =
+            std::clamp(std::chrono::nanoseconds{*deadline - Clock::now()}, std::chrono::nanoseconds{0}, wait_duration);
     }
-    const std::timespec deadline_realtime = make_realtime_deadline(wait);
+    const std::timespec deadline_realtime = make_realtime_deadline(wait_duration);
     int count = 0;
     ++waiter_count_;
     {
         const GilRelease release;
-        count = wait_for_ios(&raw_, cqes.data(), capacity, count_min, &deadline_realtime);
+        count = wait_for_ios(&ior_, cqes.data(), capacity, count_min, &deadline_realtime);
     }
     --waiter_count_;
     if (count < 0) {
@@ -190,14 +194,14 @@ nb::list Ioring::wait(int results_max, int results_min, Timeout timeout) {
     if (timeout) {
         deadline = Clock::now() + std::max(*timeout, std::chrono::microseconds{0});
     }
-    while (completed_.size() < count_max) {
-        const int missing_count = static_cast<int>(count_min - std::min(count_min, completed_.size()));
-        std::size_t count = 0;
+    while (completed_iovecs_.size() < count_max) {
+        const int missing_count = static_cast<int>(count_min - std::min(count_min, completed_iovecs_.size()));
+        std::size_t reaped_count = 0;
         try {
-            count = reap(static_cast<int>(count_max - completed_.size()), missing_count, deadline);
+            reaped_count = reap(static_cast<int>(count_max - completed_iovecs_.size()), missing_count, deadline);
         } catch (nb::python_error&) {
             // First return the completions that were reaped before. The next call raises the error again.
-            if (completed_.empty()) {
+            if (completed_iovecs_.empty()) {
                 throw;
             }
             break;
@@ -205,14 +209,14 @@ nb::list Ioring::wait(int results_max, int results_min, Timeout timeout) {
         if (PyErr_CheckSignals() != 0) {
             throw nb::python_error(); // The next call returns the completions that were reaped.
         }
-        if (count == 0 && (missing_count == 0 || (deadline && Clock::now() >= *deadline))) {
+        if (reaped_count == 0 && (missing_count == 0 || (deadline && Clock::now() >= *deadline))) {
             break;
         }
     }
     nb::list results;
-    while (results.size() < count_max && !completed_.empty()) {
-        results.append(std::move(completed_.front()));
-        completed_.pop_front();
+    while (results.size() < count_max && !completed_iovecs_.empty()) {
+        results.append(std::move(completed_iovecs_.front()));
+        completed_iovecs_.pop_front();
     }
     return results;
 }
@@ -225,22 +229,23 @@ void Ioring::destroy(Timeout timeout) {
         raise_refused("another thread waits for completions of the ioring: call destroy() after that wait returned",
                       "busy");
     }
-    const auto deadline = Clock::now() + timeout.value_or(std::chrono::hours{24 * 365});
-    if (has_unsubmitted_) {
-        // The agent may already execute operations that were prepared but not submitted, so they must complete too.
+    const auto deadline = Clock::now() + timeout.value_or(std::chrono::hours{24 * 365}); // Without a timeout: a year.
+    if (has_unsubmitted_operations_) {
+        // With some client libraries, the agent sees an operation before submit(). So submit these operations, and wait
+        // for their completions below.
         submit();
     }
-    while (outstanding_ != 0 && Clock::now() < deadline) {
-        reap(completions_max, 1, deadline);
+    while (outstanding_count_ != 0 && Clock::now() < deadline) {
+        reap(completions_per_call_max, 1, deadline);
         if (PyErr_CheckSignals() != 0) {
             throw nb::python_error();
         }
     }
     close_ring();
-    completed_.clear();
-    if (outstanding_ != 0) {
+    completed_iovecs_.clear();
+    if (outstanding_count_ != 0) {
         nb::dict arguments;
-        arguments["outstanding"] = outstanding_;
+        arguments["outstanding"] = outstanding_count_;
         leak_operations();
         raise_failed("hf3fs_iordestroy", ETIMEDOUT, arguments);
     }
@@ -249,7 +254,7 @@ void Ioring::destroy(Timeout timeout) {
 void Ioring::close_ring() {
     is_open_ = false;
     const GilRelease release; // The call below waits for the agent.
-    functions().hf3fs_iordestroy(&raw_);
+    functions().hf3fs_iordestroy(&ior_);
 }
 
 // Drops the outstanding operations without freeing their memory. The agent may still write to this memory at any time,
@@ -259,19 +264,19 @@ void Ioring::leak_operations() noexcept {
         operation.iovec.release();
         operation.userdata.release();
     }
-    outstanding_ = 0;
+    outstanding_count_ = 0;
 }
 
 int Ioring::entries() const {
     check_open();
-    return functions().hf3fs_io_entries(&raw_);
+    return functions().hf3fs_io_entries(&ior_);
 }
 
 int Ioring::traverse(visitproc visit, void* arg) const noexcept {
     for (const auto& [ticket, operation] : operations_) {
         Py_VISIT(operation.userdata.ptr());
     }
-    for (const nb::object& iovec : completed_) {
+    for (const nb::object& iovec : completed_iovecs_) {
         Py_VISIT(iovec.ptr());
     }
     return 0;
@@ -281,9 +286,9 @@ void Ioring::clear() noexcept {
     for (auto& [ticket, operation] : operations_) {
         operation.userdata.reset();
     }
-    // Empty completed_ before the iovecs are destroyed, because their destruction may call Python code.
-    std::deque<nb::object> removed;
-    removed.swap(completed_);
+    // Empty completed_iovecs_ before the iovecs are destroyed, because their destruction may call Python code.
+    std::deque<nb::object> removed_iovecs;
+    removed_iovecs.swap(completed_iovecs_);
 }
 
 namespace {

@@ -23,7 +23,7 @@ public:
     using Timeout = std::optional<std::chrono::microseconds>;
 
     Ioring(const std::string& mount, int entries, bool for_read, int io_depth, std::optional<int> priority,
-           std::optional<int> timeout, int numa, std::uint64_t flags);
+           std::optional<int> timeout_ms, int numa, std::uint64_t flags);
     Ioring(const Ioring&) = delete;
     Ioring& operator=(const Ioring&) = delete;
     ~Ioring();
@@ -37,7 +37,7 @@ public:
     void destroy(Timeout timeout);
 
     int entries() const;
-    std::size_t outstanding() const noexcept { return outstanding_; }
+    std::size_t outstanding() const noexcept { return outstanding_count_; }
     bool is_open() const noexcept { return is_open_; }
     int traverse(visitproc visit, void* argument) const noexcept;
     void clear() noexcept;
@@ -52,24 +52,24 @@ private:
     };
 
     void check_open() const;
-    // Calls hf3fs_wait_for_ios once, moves up to `results_max` completions to completed_ and returns their number. If
-    // `results_min` is above 0, the call waits until `deadline`, at most 100 ms.
+    // Calls hf3fs_wait_for_ios once, moves up to `results_max` completions to completed_iovecs_ and returns their
+    // number. If `results_min` is above 0, the call waits until `deadline`, at most 100 ms.
     std::size_t reap(int results_max, int results_min, std::optional<Clock::time_point> deadline);
     void complete(const Cqe& cqe);
     void close_ring();
     void leak_operations() noexcept;
 
-    Ior raw_{};
+    Ior ior_{};
     bool is_open_ = false;
-    bool has_unsubmitted_ = false; // There are prepared operations that were not submitted.
-    int waiter_count_ = 0;         // Number of threads that wait in the library for completions of this ring.
-    std::size_t outstanding_ = 0;  // Number of prepared or submitted operations that have not completed.
+    bool has_unsubmitted_operations_ = false; // True if an operation was prepared after the last submit().
+    int waiter_count_ = 0;              // Number of threads that wait in the library for completions of this ring.
+    std::size_t outstanding_count_ = 0; // Number of prepared or submitted operations that have not completed.
     std::uint64_t last_ticket_ = 0;
-    // Outstanding operations by ticket, the number that prepare() passes as userdata. An index does not identify an
-    // operation: after the library has returned the completion, it may use the index again before the waiting thread
-    // gets the GIL.
+    // Outstanding operations by ticket: a unique number that prepare() passes to the library as userdata. The library's
+    // index does not identify an operation. After the library has returned a completion, another thread may prepare an
+    // operation with the same index before the thread that waited gets the GIL.
     std::unordered_map<std::uint64_t, Operation> operations_;
-    std::deque<nb::object> completed_; // Completed operations that were not returned yet.
+    std::deque<nb::object> completed_iovecs_; // Iovecs of completed operations that wait() has not returned yet.
 };
 
 void bind_ioring(nb::module_& module);

@@ -18,7 +18,7 @@ using namespace nb::literals;
 IovecMemory::~IovecMemory() {
     if (is_open_) {
         // No operation can use the memory, because a ring holds references to the iovecs of its operations.
-        nb::error_scope saved_error;
+        nb::error_scope saved_error; // The Python error that is being handled, if any, is restored at the end.
         try {
             call_before_close();
         } catch (nb::python_error& error) {
@@ -48,7 +48,7 @@ void IovecMemory::begin_use(Use use) {
     const bool is_first_use = operation_count_ + buffer_count_ == 0;
     if (is_first_use && kind_ == Kind::wrapped_buffer) {
         const Py_buffer& buffer = acquire_buffer();
-        if (buffer.buf != raw_.base || static_cast<std::size_t>(buffer.len) != raw_.size) {
+        if (buffer.buf != iov_.base || static_cast<std::size_t>(buffer.len) != iov_.size) {
             release_buffer();
             raise_refused("the wrapped buffer has moved or has another size: wrap it again", "closed");
         }
@@ -103,7 +103,7 @@ void IovecMemory::release() {
     }
     if (destroy != nullptr) {
         const GilRelease release; // The call below waits for the agent.
-        destroy(&raw_);
+        destroy(&iov_);
     }
 }
 
@@ -113,32 +113,32 @@ int IovecMemory::traverse(visitproc visit, void* arg) const noexcept {
     return 0;
 }
 
-Iovec Iovec::slice(std::size_t begin_offset, std::size_t bytes) const {
-    Iovec part;
-    part.memory = memory;
-    part.offset = offset + begin_offset;
-    part.length = bytes;
-    part.is_slice = true;
-    return part;
+Iovec Iovec::slice(std::size_t begin_offset, std::size_t slice_bytes) const {
+    Iovec slice;
+    slice.memory = memory;
+    slice.offset = offset + begin_offset;
+    slice.length = slice_bytes;
+    slice.is_slice = true;
+    return slice;
 }
 
 Uuid parse_uuid(const std::string& text) {
     Uuid uuid{};
     std::size_t digit_count = 0;
     for (std::size_t index = 0; index < text.size(); ++index) {
-        const char letter = text[index];
+        const char character = text[index];
         const bool may_be_hyphen = index == 8 || index == 13 || index == 18 || index == 23;
-        if (letter == '-' && text.size() == 36 && may_be_hyphen) {
+        if (character == '-' && text.size() == 36 && may_be_hyphen) {
             continue;
         }
-        const int value = letter >= '0' && letter <= '9'   ? letter - '0'
-                          : letter >= 'a' && letter <= 'f' ? letter - 'a' + 10
-                          : letter >= 'A' && letter <= 'F' ? letter - 'A' + 10
-                                                           : -1;
-        if (value < 0 || digit_count == 32) {
+        const int digit_value = character >= '0' && character <= '9'   ? character - '0'
+                                : character >= 'a' && character <= 'f' ? character - 'a' + 10
+                                : character >= 'A' && character <= 'F' ? character - 'A' + 10
+                                                                       : -1;
+        if (digit_value < 0 || digit_count == 32) {
             raise_refused("id must be a UUID: 32 hexadecimal digits, with or without hyphens", "malformed");
         }
-        uuid.bytes[digit_count / 2] = static_cast<std::uint8_t>(uuid.bytes[digit_count / 2] << 4 | value);
+        uuid.bytes[digit_count / 2] = static_cast<std::uint8_t>(uuid.bytes[digit_count / 2] << 4 | digit_value);
         ++digit_count;
     }
     if (digit_count != 32) {
@@ -170,21 +170,22 @@ nb::dict make_error_arguments(const std::string& mount, std::size_t size, std::s
     return arguments;
 }
 
-// Calls a function of the library that fills in memory->raw(), and returns an iovec of that memory. The function runs
-// without the GIL, because it waits for the agent.
+// Calls `call(memory->iov())`, in which a function of the library fills in the iov. Returns an iovec of that memory.
+// The call runs without the GIL, because the library waits for the agent. `operation` is the name of the library's
+// function.
 template <typename Call>
 Iovec make_iovec(const char* operation, std::shared_ptr<IovecMemory> memory, nb::dict arguments, Call&& call) {
     int status = 0;
     {
         const GilRelease release;
-        status = call(memory->raw());
+        status = call(memory->iov());
     }
     if (status < 0) {
         raise_failed(operation, -status, arguments);
     }
     memory->mark_open();
     Iovec iovec;
-    iovec.length = memory->raw().size;
+    iovec.length = memory->iov().size;
     iovec.memory = std::move(memory);
     return iovec;
 }
@@ -195,8 +196,8 @@ Iovec wrap(nb::object base, const std::string& id, const std::string& mount, std
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::wrapped_buffer, std::move(base));
     const Py_buffer& buffer = memory->acquire_buffer();
     const auto size = static_cast<std::size_t>(buffer.len);
-    Iovec iovec = make_iovec("hf3fs_iovwrap", memory, make_error_arguments(mount, size, block_size), [&](Iov& raw) {
-        return call(&raw, buffer.buf, uuid.bytes, mount.c_str(), size, block_size, numa);
+    Iovec iovec = make_iovec("hf3fs_iovwrap", memory, make_error_arguments(mount, size, block_size), [&](Iov& iov) {
+        return call(&iov, buffer.buf, uuid.bytes, mount.c_str(), size, block_size, numa);
     });
     memory->release_buffer();
     return iovec;
@@ -206,7 +207,7 @@ Iovec create(const std::string& mount, std::size_t size, std::size_t block_size,
     auto call = GDRKIT_REQUIRE(hf3fs_iovcreate);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, nb::none());
     return make_iovec("hf3fs_iovcreate", memory, make_error_arguments(mount, size, block_size),
-                      [&](Iov& raw) { return call(&raw, mount.c_str(), size, block_size, numa); });
+                      [&](Iov& iov) { return call(&iov, mount.c_str(), size, block_size, numa); });
 }
 
 Iovec open(const std::string& id, const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
@@ -214,44 +215,45 @@ Iovec open(const std::string& id, const std::string& mount, std::size_t size, st
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, nb::none());
     return make_iovec("hf3fs_iovopen", memory, make_error_arguments(mount, size, block_size),
-                      [&](Iov& raw) { return call(&raw, uuid.bytes, mount.c_str(), size, block_size, numa); });
+                      [&](Iov& iov) { return call(&iov, uuid.bytes, mount.c_str(), size, block_size, numa); });
 }
 
-// Evaluates to `gpu_function`, of the first generation of the GPU interface, if the library has it, otherwise to
-// `device_function`, of the third generation. GDRKIT_NAME_OF_EITHER is the name of the chosen function.
-#define GDRKIT_EITHER(gpu_function, device_function)                                                                   \
+// Evaluates to `gpu_function` of the first generation of the GPU interface if the library has it, otherwise to
+// `device_function` of the third generation. Raises a Python error if the library has neither.
+// GDRKIT_NAME_OF_EITHER evaluates to the name of the chosen function.
+#define GDRKIT_REQUIRE_EITHER(gpu_function, device_function)                                                           \
     (functions().device_function != nullptr && functions().gpu_function == nullptr ? functions().device_function       \
                                                                                    : GDRKIT_REQUIRE(gpu_function))
 #define GDRKIT_NAME_OF_EITHER(gpu_function, device_function)                                                           \
     (functions().gpu_function != nullptr ? #gpu_function : #device_function)
 
 Iovec create_gpu(const std::string& mount, std::size_t size, std::size_t block_size, int device) {
-    auto call = GDRKIT_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device);
+    auto call = GDRKIT_REQUIRE_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
     return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device), memory,
                       make_error_arguments(mount, size, block_size),
-                      [&](Iov& raw) { return call(&raw, mount.c_str(), size, block_size, device); });
+                      [&](Iov& iov) { return call(&iov, mount.c_str(), size, block_size, device); });
 }
 
 Iovec wrap_gpu(std::uintptr_t address, std::size_t size, const std::string& id, const std::string& mount,
                std::size_t block_size, int device, nb::object owner) {
-    auto call = GDRKIT_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device);
+    auto call = GDRKIT_REQUIRE_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device);
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, std::move(owner));
     return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device), memory,
-                      make_error_arguments(mount, size, block_size), [&](Iov& raw) {
-                          return call(&raw, reinterpret_cast<void*>(address), uuid.bytes, mount.c_str(), size,
+                      make_error_arguments(mount, size, block_size), [&](Iov& iov) {
+                          return call(&iov, reinterpret_cast<void*>(address), uuid.bytes, mount.c_str(), size,
                                       block_size, device);
                       });
 }
 
 Iovec open_gpu(const std::string& id, const std::string& mount, std::size_t size, std::size_t block_size, int device) {
-    auto call = GDRKIT_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device);
+    auto call = GDRKIT_REQUIRE_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device);
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
     return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device), memory,
                       make_error_arguments(mount, size, block_size),
-                      [&](Iov& raw) { return call(&raw, uuid.bytes, mount.c_str(), size, block_size, device); });
+                      [&](Iov& iov) { return call(&iov, uuid.bytes, mount.c_str(), size, block_size, device); });
 }
 
 Iovec import_gpu(nb::bytes handle, const std::string& mount) {
@@ -263,14 +265,14 @@ Iovec import_gpu(nb::bytes handle, const std::string& mount) {
     std::memcpy(gpu_handle.data, handle.c_str(), sizeof(gpu_handle.data));
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
     return make_iovec("hf3fs_iov_import_gpu", memory, make_error_arguments(mount, 0, 0),
-                      [&](Iov& raw) { return call(&raw, &gpu_handle, mount.c_str()); });
+                      [&](Iov& iov) { return call(&iov, &gpu_handle, mount.c_str()); });
 }
 
 nb::bytes export_gpu(const Iovec& self) {
     self.memory->check_open();
     auto call = GDRKIT_REQUIRE(hf3fs_iov_export_gpu);
     GpuHandle handle{};
-    const int status = call(&self.memory->raw(), &handle);
+    const int status = call(&self.memory->iov(), &handle);
     if (status < 0) {
         raise_failed("hf3fs_iov_export_gpu", -status);
     }
@@ -279,11 +281,11 @@ nb::bytes export_gpu(const Iovec& self) {
 
 void synchronize(const Iovec& self, int direction) {
     self.memory->check_open();
-    auto call = GDRKIT_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync);
+    auto call = GDRKIT_REQUIRE_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync);
     int status = 0;
     {
         const GilRelease release;
-        status = call(&self.memory->raw(), direction);
+        status = call(&self.memory->iov(), direction);
     }
     if (status < 0) {
         nb::dict arguments;
@@ -297,7 +299,7 @@ int device_number(const Iovec& self) {
     if (!self.memory->is_device()) {
         return -1;
     }
-    return GDRKIT_EITHER(hf3fs_iov_gpu_device, hf3fs_iov_device_id)(&self.memory->raw());
+    return GDRKIT_REQUIRE_EITHER(hf3fs_iov_gpu_device, hf3fs_iov_device_id)(&self.memory->iov());
 }
 
 Iovec slice(const Iovec& self, nb::slice range) {
@@ -315,20 +317,22 @@ Iovec slice(const Iovec& self, nb::slice range) {
     return self.slice(static_cast<std::size_t>(start), static_cast<std::size_t>(length));
 }
 
-Iovec slice_by(const Iovec& self, nb::handle part) {
+// Returns the slice whose memory is the memory of `buffer_object`, such as a memoryview of a part of the iovec.
+Iovec slice_by(const Iovec& self, nb::handle buffer_object) {
     self.memory->check_open();
     Py_buffer view;
-    if (PyObject_GetBuffer(part.ptr(), &view, PyBUF_SIMPLE | PyBUF_WRITABLE) != 0) {
+    if (PyObject_GetBuffer(buffer_object.ptr(), &view, PyBUF_SIMPLE | PyBUF_WRITABLE) != 0) {
         throw nb::python_error();
     }
-    const auto begin = reinterpret_cast<std::uintptr_t>(view.buf);
-    const auto bytes = static_cast<std::size_t>(view.len);
+    const auto buffer_begin = reinterpret_cast<std::uintptr_t>(view.buf);
+    const auto buffer_bytes = static_cast<std::size_t>(view.len);
     PyBuffer_Release(&view);
-    const auto base = reinterpret_cast<std::uintptr_t>(self.begin());
-    if (self.memory->is_device() || begin < base || bytes > self.length || begin - base > self.length - bytes) {
+    const auto iovec_begin = reinterpret_cast<std::uintptr_t>(self.begin());
+    if (self.memory->is_device() || buffer_begin < iovec_begin || buffer_bytes > self.length ||
+        buffer_begin - iovec_begin > self.length - buffer_bytes) {
         throw nb::index_error("buf must be inside the memory of the iovec");
     }
-    return self.slice(begin - base, bytes);
+    return self.slice(buffer_begin - iovec_begin, buffer_bytes);
 }
 
 void close(const Iovec& self) {
@@ -373,8 +377,8 @@ int traverse(PyObject* self, visitproc visit, void* arg) noexcept {
     }
     const Iovec& iovec = *nb::inst_ptr<Iovec>(self);
     Py_VISIT(iovec.userdata.ptr());
-    // An iovec and its slices share the references of the memory. Only an iovec that is the last user may report them
-    // to the garbage collector.
+    // An iovec and its slices share one IovecMemory, and the garbage collector expects to see each of its references
+    // once. So an iovec reports these references only if no other iovec shares the memory.
     return iovec.memory && iovec.memory.use_count() == 1 ? iovec.memory->traverse(visit, arg) : 0;
 }
 
@@ -412,8 +416,8 @@ void bind_iovec(nb::module_& module) {
                          self.memory->check_open();
                          return reinterpret_cast<std::uintptr_t>(self.begin());
                      })
-        .def_prop_ro("id", [](const Iovec& self) { return format_uuid(self.memory->raw().id); })
-        .def_prop_ro("block_size", [](const Iovec& self) { return self.memory->raw().block_size; })
+        .def_prop_ro("id", [](const Iovec& self) { return format_uuid(self.memory->iov().id); })
+        .def_prop_ro("block_size", [](const Iovec& self) { return self.memory->iov().block_size; })
         .def_prop_ro("is_gpu", [](const Iovec& self) { return self.memory->is_device(); })
         .def_prop_ro("gpu_device", &device_number)
         .def_prop_ro("closed", [](const Iovec& self) { return !self.memory->is_open(); })

@@ -25,26 +25,26 @@ public:
     IovecMemory& operator=(const IovecMemory&) = delete;
     ~IovecMemory();
 
-    // Acquires the buffer of the owner, a Python object, and returns it. The owner cannot be resized or closed until
-    // release_buffer().
+    // Acquires the buffer (Py_buffer) of the Python object that owns the memory, and returns it. Until
+    // release_buffer(), Python refuses to resize or close this object.
     const Py_buffer& acquire_buffer();
     void release_buffer() noexcept;
-    // Marks the memory as open. Call it after the library has filled in raw().
+    // Marks the memory as open. Call it after the library has filled in iov().
     void mark_open() noexcept { is_open_ = true; }
-    // Calls before_close and the library's destroy, then releases all references. Raises an error if the memory is in
-    // use.
+    // Calls before_close, destroys the iov in the library, and releases all references. Raises an error if the memory
+    // is in use.
     void close();
 
-    Iov& raw() noexcept { return raw_; }
-    const Iov& raw() const noexcept { return raw_; }
+    Iov& iov() noexcept { return iov_; }
+    const Iov& iov() const noexcept { return iov_; }
     bool is_device() const noexcept { return kind_ == Kind::device; }
     bool is_open() const noexcept { return is_open_; }
     void check_open() const;
 
     // A use of the memory: an outstanding operation, or a buffer (memoryview, array) that Python code holds. As long as
     // there are uses, the memory cannot be closed, and wrapped memory holds the buffer of its owner. Without uses, the
-    // owner may release the wrapped memory; programs for 3FS do so before the last iovec is deleted. begin_use() then
-    // raises an error.
+    // owner may release the wrapped memory; existing programs for 3FS do so before they delete the last iovec. A later
+    // begin_use() raises an error.
     enum class Use { operation, buffer };
     void begin_use(Use use);
     void end_use(Use use) noexcept;
@@ -60,7 +60,7 @@ private:
 
     Kind kind_;
     nb::object owner_;
-    Iov raw_{};
+    Iov iov_{};
     Py_buffer buffer_{};
     bool has_buffer_ = false;
     bool is_open_ = false;
@@ -70,15 +70,15 @@ private:
 
 struct Iovec {
     std::shared_ptr<IovecMemory> memory;
-    std::size_t offset = 0;
-    std::size_t length = 0;
+    std::size_t offset = 0; // Offset of this iovec in `memory`, in bytes.
+    std::size_t length = 0; // Length of this iovec, in bytes.
     bool is_slice = false;
     bool is_outstanding = false; // An outstanding operation uses this iovec and will set `result`.
-    std::int64_t result = 0;
+    std::int64_t result = 0;     // Result of the last operation: bytes moved, or a negative errno.
     nb::object userdata = nb::none();
 
-    std::uint8_t* begin() const noexcept { return memory->raw().base + offset; }
-    Iovec slice(std::size_t begin_offset, std::size_t bytes) const;
+    std::uint8_t* begin() const noexcept { return memory->iov().base + offset; }
+    Iovec slice(std::size_t begin_offset, std::size_t slice_bytes) const;
 };
 
 // The 16 bytes of a UUID.

@@ -26,8 +26,8 @@ struct Functions {
 // because its objects must not be passed to another library. After a failure, a call tries again.
 std::string open_library(const std::string& path);
 
-// Returns the functions of the library. Functions that the library does not have are null. Before open_library() all
-// are null.
+// Returns the functions of the library. A function that the library does not have is null. Before open_library(), all
+// functions are null.
 const Functions& functions() noexcept;
 
 // Returns the names of the functions that the library has.

@@ -25,11 +25,11 @@ namespace {
 std::optional<std::string> extract_mount_point(const std::string& path) {
     auto extract = GDRKIT_REQUIRE(hf3fs_extract_mount_point);
     std::array<char, 4096> mount{};
-    const int bytes = extract(mount.data(), static_cast<int>(mount.size()), path.c_str());
-    if (bytes < 0) {
+    const int needed_bytes = extract(mount.data(), static_cast<int>(mount.size()), path.c_str());
+    if (needed_bytes < 0) {
         return std::nullopt;
     }
-    if (static_cast<std::size_t>(bytes) > mount.size()) {
+    if (static_cast<std::size_t>(needed_bytes) > mount.size()) {
         nb::dict arguments;
         arguments["path"] = path;
         raise_failed("hf3fs_extract_mount_point", ENAMETOOLONG, arguments);
@@ -96,7 +96,7 @@ void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector
     }
 }
 
-// Raises the error of a function of the GPU pool.
+// Raises the error of a function of a pool, unless `status` is 0.
 void check_pool_call(const char* function, int status) {
     if (status != 0) {
         raise_failed(function, std::abs(status), nb::dict());

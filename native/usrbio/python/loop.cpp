@@ -25,11 +25,11 @@ namespace {
 using Milliseconds = std::chrono::milliseconds;
 using ReleaseGil = gdrkit::GilRelease;
 
-Id parse_id(const nb::bytes& data) {
+Id parse_id(const nb::bytes& id_bytes) {
     Id id{};
-    if (data.size() != id.size())
+    if (id_bytes.size() != id.size())
         throw std::system_error(EINVAL, std::generic_category(), "an id must have 16 bytes");
-    std::copy_n(static_cast<const std::uint8_t*>(data.data()), id.size(), id.begin());
+    std::copy_n(static_cast<const std::uint8_t*>(id_bytes.data()), id.size(), id.begin());
     return id;
 }
 
@@ -54,7 +54,8 @@ void create_semaphore(const std::string& name, unsigned mode) {
     sem_close(semaphore);
 }
 
-// Returns a duplicate of a descriptor. Returns an empty Descriptor for -1, or if the process has too many descriptors.
+// Returns a duplicate of a descriptor. Returns an empty Descriptor for -1, or if the process has too many descriptors;
+// the loop then does not read that file itself.
 gdrkit::Descriptor duplicate(int fd) {
     return gdrkit::Descriptor(fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0));
 }
@@ -65,19 +66,19 @@ nb::dict make_statistics_dict(Loop& loop) {
         const ReleaseGil release;
         statistics = loop.statistics();
     }
-    nb::dict result;
-    result["operations"] = statistics.operations;
-    result["local_reads"] = statistics.local_reads;
-    result["completions"] = statistics.completions;
-    result["bytes"] = statistics.bytes;
-    result["refused"] = statistics.refused;
-    result["failed"] = statistics.failed;
-    result["batches"] = statistics.batches;
-    result["sleeps"] = statistics.sleeps;
-    result["broken_rings"] = statistics.broken_rings;
-    result["disconnects"] = statistics.disconnects;
-    result["outstanding"] = statistics.outstanding;
-    return result;
+    nb::dict statistics_dict;
+    statistics_dict["operations"] = statistics.operations;
+    statistics_dict["local_reads"] = statistics.local_reads;
+    statistics_dict["completions"] = statistics.completions;
+    statistics_dict["bytes"] = statistics.bytes;
+    statistics_dict["refused"] = statistics.refused;
+    statistics_dict["failed"] = statistics.failed;
+    statistics_dict["batches"] = statistics.batches;
+    statistics_dict["sleeps"] = statistics.sleeps;
+    statistics_dict["broken_rings"] = statistics.broken_rings;
+    statistics_dict["disconnects"] = statistics.disconnects;
+    statistics_dict["outstanding"] = statistics.outstanding;
+    return statistics_dict;
 }
 
 const char* get_kind_name(Event::Kind kind) {
@@ -98,16 +99,17 @@ nb::list wait_for_events(Loop& loop, int timeout_ms) {
         const ReleaseGil release;
         events = loop.events(Milliseconds(timeout_ms));
     }
-    nb::list result;
+    nb::list event_tuples;
     for (const Event& event : events)
-        result.append(nb::make_tuple(get_kind_name(event.kind), event.client, pack_id(event.id), event.generation));
-    return result;
+        event_tuples.append(
+            nb::make_tuple(get_kind_name(event.kind), event.client, pack_id(event.id), event.generation));
+    return event_tuples;
 }
 
 } // namespace
 
 NB_MODULE(_loop, module) {
-    module.doc() = "The agent's loop: rings, data frames, completions.";
+    module.doc() = "The agent's loop, which executes the operations of the rings of applications.";
     nb::register_exception_translator(translate_system_error);
     module.def("limit_arenas", &limit_arenas);
     module.def("create_semaphore", &create_semaphore, nb::arg("name"), nb::arg("mode"));
@@ -118,7 +120,7 @@ NB_MODULE(_loop, module) {
             [](Loop* self, const std::array<std::string, priority_class_count>& semaphores, int spin_us,
                std::size_t outstanding_max, std::uint32_t server_timeout_ms) {
                 Options options;
-                options.spin = std::chrono::microseconds(spin_us);
+                options.spin_time = std::chrono::microseconds(spin_us);
                 options.outstanding_max = outstanding_max;
                 options.server_timeout = Milliseconds(server_timeout_ms);
                 new (self) Loop(options, semaphores);
@@ -130,16 +132,16 @@ NB_MODULE(_loop, module) {
         .def(
             "add_buffer",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, std::uint64_t length, std::uint64_t block_bytes,
-               const std::vector<std::tuple<std::uint64_t, std::uint32_t>>& keys,
-               std::vector<std::uint16_t> preferred_nics, std::uintptr_t mapping) {
+               const std::vector<std::tuple<std::uint64_t, std::uint32_t>>& address_rkey_pairs,
+               std::vector<std::uint16_t> preferred_nics, std::uintptr_t mapping_address) {
                 BufferSpec spec{.id = parse_id(id),
                                 .length = length,
                                 .block_bytes = block_bytes,
-                                .keys = {},
+                                .remote_keys = {},
                                 .preferred_nics = std::move(preferred_nics),
-                                .mapping = mapping};
-                for (const auto& [address, rkey] : keys)
-                    spec.keys.push_back({address, rkey});
+                                .mapping = mapping_address};
+                for (const auto& [address, rkey] : address_rkey_pairs)
+                    spec.remote_keys.push_back({address, rkey});
                 const ReleaseGil release;
                 loop.add_buffer(client, spec);
             },
@@ -148,17 +150,17 @@ NB_MODULE(_loop, module) {
         .def(
             "set_file",
             [](Loop& loop, std::uint64_t client, std::uint64_t inode, std::uint64_t read_handle,
-               std::uint64_t write_handle, bool readable, bool writable, int file) {
+               std::uint64_t write_handle, bool readable, bool writable, int file_fd) {
                 const FileSpec spec{inode, read_handle, write_handle, readable, writable};
                 const ReleaseGil release;
-                loop.set_file(client, spec, duplicate(file));
+                loop.set_file(client, spec, duplicate(file_fd));
             },
             nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("read_handle"), nb::arg("write_handle"),
             nb::arg("readable"), nb::arg("writable"), nb::arg("file") = -1)
         .def(
             "set_local_store",
-            [](Loop& loop, int sums_folder, int generation) {
-                loop.set_local_store(duplicate(sums_folder), duplicate(generation));
+            [](Loop& loop, int sums_folder_fd, int generation_fd) {
+                loop.set_local_store(duplicate(sums_folder_fd), duplicate(generation_fd));
             },
             nb::arg("sums_folder"), nb::arg("generation"), nb::call_guard<ReleaseGil>())
         .def(
@@ -196,7 +198,7 @@ NB_MODULE(_loop, module) {
             nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("timeout_ms"))
         .def("connect", &Loop::connect, nb::arg("socket"), nb::kw_only(), nb::arg("queue_pair_nics"),
              nb::arg("generation"), nb::call_guard<ReleaseGil>(),
-             "Close the socket at the end of the connection, and also if the call fails.")
+             "Send operations over a socket. The loop owns it, and closes it even if this call fails.")
         .def("disconnect", &Loop::disconnect, nb::call_guard<ReleaseGil>())
         .def("abandon", &Loop::abandon, nb::call_guard<ReleaseGil>())
         .def("statistics", &make_statistics_dict)

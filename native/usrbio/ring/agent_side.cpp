@@ -22,7 +22,7 @@ template <typename T> T copy_once(const T& shared) noexcept {
 
 AgentRing::AgentRing(const RingView& view, std::int32_t io_depth, std::int64_t timeout_ns)
     : view_(view), sleep_announcement_(view.extension->agent), io_depth_(io_depth), timeout_ns_(timeout_ns),
-      claimed_operations_(view.slot_count) {}
+      positions_(view.slot_count) {}
 
 int AgentRing::attach(void* memory, std::size_t bytes, std::int32_t io_depth, std::int64_t timeout_ns,
                       std::unique_ptr<AgentRing>& ring) noexcept {
@@ -30,8 +30,8 @@ int AgentRing::attach(void* memory, std::size_t bytes, std::int32_t io_depth, st
     if (const int status = RingView::bind(memory, bytes, view); status != 0) {
         return status;
     }
-    const std::int64_t depth = io_depth < 0 ? -std::int64_t{io_depth} : std::int64_t{io_depth};
-    if (depth >= std::int64_t{view.slot_count} || timeout_ns < 0) {
+    const std::int64_t batch_size = io_depth < 0 ? -std::int64_t{io_depth} : std::int64_t{io_depth};
+    if (batch_size >= std::int64_t{view.slot_count} || timeout_ns < 0) {
         return -EINVAL;
     }
     const std::int32_t submission_tail = view.indices->submission_tail.load(std::memory_order_acquire);
@@ -73,20 +73,22 @@ void AgentRing::mark_broken() noexcept {
     }
 }
 
-std::size_t AgentRing::update_due(std::uint32_t available, std::int64_t now_ns) noexcept {
+// Updates due_count_ by the rules of io_depth (see attach()), and returns it. `available`: the number of
+// submissions that the application has published and the agent has not claimed.
+std::size_t AgentRing::update_due_count(std::uint32_t available, std::int64_t now_ns) noexcept {
     if (io_depth_ > 0) {
-        const auto depth = static_cast<std::uint32_t>(io_depth_);
-        due_count_ += (available - due_count_) / depth * depth;
+        const auto batch_size = static_cast<std::uint32_t>(io_depth_);
+        due_count_ += (available - due_count_) / batch_size * batch_size;
     } else if (io_depth_ == 0) {
         due_count_ = available;
     } else if (due_count_ == 0) {
-        const auto depth = static_cast<std::uint32_t>(-io_depth_);
-        const bool is_incomplete = available != 0 && available < depth && timeout_ns_ > 0;
+        const auto batch_size = static_cast<std::uint32_t>(-io_depth_);
+        const bool is_incomplete = available != 0 && available < batch_size && timeout_ns_ > 0;
         if (is_incomplete && held_until_ns_ < 0) {
             held_until_ns_ = now_ns + timeout_ns_;
         }
         if (!is_incomplete || now_ns >= held_until_ns_) {
-            due_count_ = std::min(available, depth);
+            due_count_ = std::min(available, batch_size);
             held_until_ns_ = -1;
         }
     }
@@ -110,7 +112,7 @@ std::uint32_t AgentRing::count_free_completions() noexcept {
     return view_.slot_count - 1 - used_now - outstanding_count_;
 }
 
-std::size_t AgentRing::claim(std::span<ClaimedOperation> out, std::int64_t now_ns) noexcept {
+std::size_t AgentRing::claim(std::span<ClaimedOperation> claimed, std::int64_t now_ns) noexcept {
     if (is_broken_) {
         return 0;
     }
@@ -130,7 +132,7 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> out, std::int64_t now_n
         last_seen_head_ = static_cast<std::uint32_t>(head);
         sleep_announcement_.record_sleep_outcome(std::exchange(had_work_after_sleep_, false));
     }
-    std::size_t count = std::min(update_due(available, now_ns), out.size());
+    std::size_t count = std::min(update_due_count(available, now_ns), claimed.size());
     last_claim_found_nothing_due_ = due_count_ == 0;
     last_claim_lacked_completion_space_ = false;
     if (count == 0) {
@@ -145,9 +147,9 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> out, std::int64_t now_n
             mark_broken();
             return i;
         }
-        out[i].arguments = copy_once(view_.arguments[submission.index]);
-        out[i].position = next_to_claim_;
-        claimed_operations_[next_to_claim_] = {submission.userdata, submission.index, PositionState::claimed};
+        claimed[i].arguments = copy_once(view_.arguments[submission.index]);
+        claimed[i].position = next_to_claim_;
+        positions_[next_to_claim_] = {submission.userdata, submission.index, PositionState::claimed};
         next_to_claim_ = view_.next(next_to_claim_);
         --due_count_;
         ++outstanding_count_;
@@ -156,14 +158,13 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> out, std::int64_t now_n
 }
 
 bool AgentRing::complete(std::uint32_t position, std::int64_t result) noexcept {
-    if (position >= view_.slot_count || claimed_operations_[position].state != PositionState::claimed) {
+    if (position >= view_.slot_count || positions_[position].state != PositionState::claimed) {
         return false;
     }
     // claim() has reserved space in the completion queue for each claimed operation.
-    view_.completions[completion_head_] = {claimed_operations_[position].index, 0, result,
-                                           claimed_operations_[position].userdata};
+    view_.completions[completion_head_] = {positions_[position].index, 0, result, positions_[position].userdata};
     completion_head_ = view_.next(completion_head_);
-    claimed_operations_[position].state = PositionState::completed;
+    positions_[position].state = PositionState::completed;
     --outstanding_count_;
     ++unpublished_count_;
     return true;
@@ -173,9 +174,8 @@ void AgentRing::flush() noexcept {
     if (unpublished_count_ == 0) {
         return;
     }
-    while (submission_tail_ != next_to_claim_ &&
-           claimed_operations_[submission_tail_].state == PositionState::completed) {
-        claimed_operations_[submission_tail_].state = PositionState::free;
+    while (submission_tail_ != next_to_claim_ && positions_[submission_tail_].state == PositionState::completed) {
+        positions_[submission_tail_].state = PositionState::free;
         submission_tail_ = view_.next(submission_tail_);
     }
     // Store the tail first: an application that sees a completion must also see the free space for its next submission.
@@ -185,7 +185,7 @@ void AgentRing::flush() noexcept {
         for (; unpublished_count_ != 0; --unpublished_count_) {
             post(*view_.completion_semaphore);
         }
-    } else if (must_wake(view_.extension->application, [this] { return count_untaken(); })) {
+    } else if (must_wake(view_.extension->application, [this] { return count_unreaped_completions(); })) {
         post(*view_.completion_semaphore);
     }
     unpublished_count_ = 0;
@@ -193,7 +193,7 @@ void AgentRing::flush() noexcept {
 
 // Returns the number of published completions that the application has not taken. If the application has written an
 // invalid index, returns the largest number, so that the application is woken.
-std::uint32_t AgentRing::count_untaken() const noexcept {
+std::uint32_t AgentRing::count_unreaped_completions() const noexcept {
     const std::int32_t tail = view_.indices->completion_tail.load(std::memory_order_acquire);
     return view_.is_valid(tail) ? view_.distance(static_cast<std::uint32_t>(tail), completion_head_)
                                 : std::numeric_limits<std::uint32_t>::max();
@@ -205,8 +205,8 @@ bool AgentRing::prepare_to_sleep() noexcept {
     }
     sleep_announcement_.announce();
     const std::int32_t head = view_.indices->submission_head.load(std::memory_order_seq_cst);
-    // Submissions that wait for space in the completion queue do not keep the agent awake. The library of 3FS posts the
-    // submit semaphore after it has reaped completions. With gdrkit's library the completion queue always has space.
+    // Submissions that wait for space in the completion queue do not keep the agent awake: the library of 3FS posts the
+    // submit semaphore when it has reaped completions. With gdrkit's library, the completion queue always has space.
     const bool is_idle = static_cast<std::uint32_t>(head) == last_seen_head_ &&
                          (last_claim_found_nothing_due_ || last_claim_lacked_completion_space_);
     if (!is_idle) {

@@ -28,8 +28,8 @@ public:
     // at once. io_depth < 0: it claims batches of at most -io_depth submissions, and holds an incomplete batch for
     // `timeout_ns`. The caller keeps the memory mapped for longer than the ring exists.
     //
-    // Returns 0, -ENOMEM or -EINVAL. -EINVAL: `bytes` is not the size of a ring, a batch of io_depth exceeds the
-    // entries of the ring, timeout_ns is negative, or the indices in the memory are out of range.
+    // Returns 0, -ENOMEM or -EINVAL. -EINVAL: `bytes` is too small or too large for a ring, a batch of io_depth exceeds
+    // the entries of the ring, timeout_ns is negative, or the indices in the memory are out of range.
     static int attach(void* memory, std::size_t bytes, std::int32_t io_depth, std::int64_t timeout_ns,
                       std::unique_ptr<AgentRing>& ring) noexcept;
     // Announces to the application that no more completions come, and wakes the application.
@@ -37,10 +37,11 @@ public:
     AgentRing(const AgentRing&) = delete;
     AgentRing& operator=(const AgentRing&) = delete;
 
-    // Copies due submissions into `out` and returns their number. It returns at most as many as the completion queue
-    // has space for and, with io_depth < 0, at most one batch. Call it until it returns 0. now_ns: time of any steady
-    // clock; only the timeout of an incomplete batch uses it.
-    std::size_t claim(std::span<ClaimedOperation> out, std::int64_t now_ns) noexcept;
+    // Copies submissions into `claimed` and returns their number. A submission can be claimed when it is due by the
+    // rules of io_depth (see attach()) and the completion queue has space for its completion. With io_depth < 0, claims
+    // at most one batch. Call it until it returns 0. now_ns: time of any steady clock; only the timeout of an
+    // incomplete batch uses it.
+    std::size_t claim(std::span<ClaimedOperation> claimed, std::int64_t now_ns) noexcept;
 
     // Returns the time at which the held batch is due, on the clock of claim(); -1: no batch is held.
     std::int64_t held_until_ns() const noexcept { return held_until_ns_; }
@@ -67,8 +68,8 @@ public:
     bool is_broken() const noexcept { return is_broken_; }
     // Returns the number of operations that are claimed and not completed.
     std::uint32_t outstanding() const noexcept { return outstanding_count_; }
-    // Returns the processor on which the application last submitted. The application may have written any number; a
-    // negative one means that the processor is not known.
+    // Returns the number of the processor on which the application last submitted. A negative number means that the
+    // processor is not known. The application may have written any number, so the caller must check it.
     int application_processor() const noexcept {
         return static_cast<int>(view_.extension->application.processor.load(std::memory_order_relaxed) - 1);
     }
@@ -76,7 +77,7 @@ public:
 
 private:
     enum class PositionState : std::uint32_t { free, claimed, completed };
-    // The claimed submission at one position of the submission queue.
+    // The submission that was claimed from one position of the submission queue. `state`: free if there is none.
     struct Position {
         std::uint64_t userdata;
         std::int32_t index;
@@ -84,9 +85,9 @@ private:
     };
 
     AgentRing(const RingView& view, std::int32_t io_depth, std::int64_t timeout_ns);
-    std::size_t update_due(std::uint32_t available, std::int64_t now_ns) noexcept;
+    std::size_t update_due_count(std::uint32_t available, std::int64_t now_ns) noexcept;
     std::uint32_t count_free_completions() noexcept;
-    std::uint32_t count_untaken() const noexcept;
+    std::uint32_t count_unreaped_completions() const noexcept;
     void announce_end() noexcept;
     void mark_broken() noexcept;
 
@@ -95,17 +96,18 @@ private:
     std::int32_t io_depth_;
     std::int64_t timeout_ns_;
     std::int64_t held_until_ns_ = -1;
-    std::vector<Position> claimed_operations_;
+    std::vector<Position> positions_;
     std::uint32_t next_to_claim_ = 0;  // Position of the next submission to claim.
     std::uint32_t last_seen_head_ = 0; // The last submission_head that was read.
-    // All submissions before this position are completed. The agent never reads it back from the shared memory.
+    // All submissions before this position are completed. The agent writes this position to the shared memory, but
+    // never reads it from there.
     std::uint32_t submission_tail_ = 0;
-    std::uint32_t completion_head_ = 0;
-    std::uint32_t completion_tail_ = 0; // The last completion_tail that was read.
-    std::uint32_t due_count_ = 0;       // Submissions that are due by the rules of io_depth, and not claimed yet.
-    std::uint32_t outstanding_count_ = 0;
-    std::uint32_t unpublished_count_ = 0;
-    bool had_work_after_sleep_ = false;               // New submissions had arrived when the last sleep ended.
+    std::uint32_t completion_head_ = 0;   // Position of the next completion to write.
+    std::uint32_t completion_tail_ = 0;   // The last completion_tail that was read.
+    std::uint32_t due_count_ = 0;         // Submissions that are due by the rules of io_depth, and not claimed yet.
+    std::uint32_t outstanding_count_ = 0; // Operations that are claimed and not completed.
+    std::uint32_t unpublished_count_ = 0; // Completions since the last flush().
+    bool had_work_after_sleep_ = false;   // New submissions had arrived when the last sleep ended.
     bool last_claim_found_nothing_due_ = true;        // The last claim() found no due submission.
     bool last_claim_lacked_completion_space_ = false; // Due submissions wait for space in the completion queue.
     bool is_broken_ = false;

@@ -2,7 +2,8 @@
 // decide whether it must post a semaphore.
 //
 // A side announces its sleep and then checks for work. The other side publishes work and then checks for an
-// announcement. All four accesses are sequentially consistent, so at least one side sees the other.
+// announcement. All four accesses are sequentially consistent, so the first side sees the work, or the other side sees
+// the announcement.
 #pragma once
 
 #include "usrbio/ring/layout.hpp"
@@ -15,15 +16,15 @@ namespace gdrkit::usrbio {
 // The announcements of one side. An announcement for one sleep moves a cache line between the processors four times:
 // this side announces, the other side reads and withdraws the announcement, and this side reads the withdrawal. If a
 // side nearly always sleeps until exactly one post, it announces its sleep permanently, and both processors keep the
-// line in their caches. If it then gets posts while it is awake, each of them causes a needless wake-up later, so it
-// withdraws the permanent announcement.
+// line in their caches. A post that comes while this side is awake causes a needless wake-up later. If there are many
+// such posts, the side withdraws the permanent announcement.
 class SleepAnnouncement {
 public:
     explicit SleepAnnouncement(SideState& side) noexcept : side_(&side) {}
 
-    // Records how this side got its latest work. `one_post_awaited`: this side slept until exactly one post.
-    void record_sleep_outcome(bool one_post_awaited) noexcept {
-        score_ = one_post_awaited ? std::min(score_ + 1, score_max) : score_ - std::min(score_, score_penalty);
+    // Records how this side got its latest work. `has_awaited_one_post`: this side slept until exactly one post.
+    void record_sleep_outcome(bool has_awaited_one_post) noexcept {
+        score_ = has_awaited_one_post ? std::min(score_ + 1, score_max) : score_ - std::min(score_, score_penalty);
         if (is_permanent_ && score_ < score_permanent_min) {
             is_permanent_ = false;
             side_->sleeping.store(awake, std::memory_order_seq_cst);
@@ -50,8 +51,8 @@ public:
 
 private:
     // A sleep that ended with one awaited post adds 1, and any other outcome subtracts 4. The announcement becomes
-    // permanent after sixteen such sleeps in a row. It is withdrawn after three other outcomes in a row, or if more
-    // than one outcome in five is another one for some time.
+    // permanent after sixteen such sleeps in a row. It is withdrawn after three other outcomes in a row, or if
+    // other outcomes are for some time more than a fifth of all outcomes.
     static constexpr std::uint32_t score_max = 16;
     static constexpr std::uint32_t score_permanent_min = 8;
     static constexpr std::uint32_t score_penalty = 4;
@@ -61,8 +62,9 @@ private:
     bool is_permanent_ = false;
 };
 
-// Returns whether the caller must post the semaphore of the other side. Call it after work was published.
-// `count_available()` returns the number of completions that the other side can take; it is called if that side sleeps.
+// Returns true if the caller must post the semaphore of the other side, and then withdraws that side's announcement for
+// one sleep. Call it after work was published. `count_available()` returns the number of completions that the other
+// side can take; it is called only if that side sleeps.
 template <typename CountAvailable> bool must_wake(SideState& other_side, CountAvailable count_available) noexcept {
     const std::uint32_t sleeping = other_side.sleeping.load(std::memory_order_seq_cst);
     if (sleeping == awake || count_available() < other_side.awaited_count.load(std::memory_order_seq_cst)) {

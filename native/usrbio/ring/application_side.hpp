@@ -1,8 +1,8 @@
 // The application's side of a ring: prepares and submits operations, and reaps their completions.
 //
-// Two threads may use a ring at the same time: one prepares and submits, the other reaps. The two threads share only
-// the indices that become free. No function makes a system call, with one exception: prepare() posts the completion
-// semaphore if it finds an invalid index.
+// Two threads may use a ring at the same time: one prepares and submits, the other reaps. These threads share only
+// which indices are free and whether the ring is broken. No function makes a system call, with one exception: prepare()
+// posts the completion semaphore if it finds an invalid index.
 #pragma once
 
 #include "usrbio/ring/announcement.hpp"
@@ -20,7 +20,8 @@ namespace gdrkit::usrbio {
 class ApplicationRing {
 public:
     // Creates the application's side of a ring. The caller keeps the memory mapped for longer than the ring exists.
-    // Returns 0; -EINVAL: no ring has `bytes` bytes, or the indices in the memory are out of range; or -ENOMEM.
+    // Returns 0; -EINVAL: `bytes` is too small or too large for a ring, or the indices in the memory are out of range;
+    // or -ENOMEM.
     static int attach(void* memory, std::size_t bytes, std::unique_ptr<ApplicationRing>& ring) noexcept;
     ApplicationRing(const ApplicationRing&) = delete;
     ApplicationRing& operator=(const ApplicationRing&) = delete;
@@ -138,8 +139,8 @@ public:
         return true;
     }
     void end_sleep() noexcept { sleep_announcement_.withdraw(); }
-    // Records the end of a wait in which `posts` posts woke this side.
-    void record_wait(std::uint32_t posts) noexcept { sleep_announcement_.record_sleep_outcome(posts == 1); }
+    // Records the end of a wait in which `post_count` posts woke this side.
+    void record_wait(std::uint32_t post_count) noexcept { sleep_announcement_.record_sleep_outcome(post_count == 1); }
 
     // -- for both threads -------------------------------------------------------------------------------------------
 
@@ -165,8 +166,8 @@ private:
     }
     bool has_queue_space(std::uint32_t next) noexcept;
     void publish_processor() noexcept {
-        // The result of sched_getcpu() is -1 if it fails. Only a change is stored, so that both processors keep the
-        // line.
+        // If sched_getcpu() fails, it returns -1, so that 0 is stored: unknown. Only a change is stored, so that the
+        // cache line stays with both processors.
         const auto processor = static_cast<std::uint32_t>(sched_getcpu() + 1);
         if (processor != published_processor_) {
             published_processor_ = processor;
@@ -180,18 +181,18 @@ private:
     }
 
     RingView view_;
-    std::unique_ptr<std::atomic<std::uint8_t>[]> in_use_;
+    std::unique_ptr<std::atomic<std::uint8_t>[]> in_use_; // For each index: 1 while its operation is in flight.
 
-    alignas(64) std::uint32_t head_ = 0;
-    std::uint32_t tail_ = 0;           // The last submission_tail that was read.
-    std::uint32_t next_index_ = 0;     // The next index to try.
-    std::uint32_t prepared_count_ = 0; // Operations prepared so far; prepared_count_ - freed_count_ are in flight.
+    alignas(64) std::uint32_t head_ = 0; // Position of the next submission to write.
+    std::uint32_t tail_ = 0;             // The last submission_tail that was read.
+    std::uint32_t next_index_ = 0;       // The next index to try.
+    std::uint32_t prepared_count_ = 0;   // Operations prepared so far; prepared_count_ - freed_count_ are in flight.
     std::uint32_t last_seen_freed_count_ = 0;
     std::uint32_t published_head_ = 0; // The last head_ that was published.
     std::uint32_t published_processor_ = 0;
 
     alignas(64) SleepAnnouncement sleep_announcement_;
-    std::uint32_t completion_tail_ = 0;
+    std::uint32_t completion_tail_ = 0;         // Position of the next completion to reap.
     std::atomic<std::uint32_t> freed_count_{0}; // Operations reaped or failed so far, whose index is free again.
     std::atomic<bool> is_broken_{false};
 };

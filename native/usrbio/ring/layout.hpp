@@ -11,7 +11,8 @@
 namespace gdrkit::usrbio {
 
 // Order in memory: Indices, Arguments[n], Completion[n], Submission[n], Semaphore (sem_t), spare bytes, where n =
-// entries + 1.
+// entries + 1. The submissions and the completions are circular queues. The writer of a queue advances its head, and
+// the reader advances its tail. If head and tail are equal, the queue is empty.
 struct Indices {
     std::atomic<std::int32_t> submission_head; // Written by the application.
     std::atomic<std::int32_t> submission_tail; // Written by the agent.
@@ -20,6 +21,7 @@ struct Indices {
 };
 static_assert(sizeof(Indices) == 16 && std::atomic<std::int32_t>::is_always_lock_free);
 
+// The arguments of an operation. The operation's index selects the element of Arguments[n].
 struct Arguments {
     std::uint8_t buffer_id[16];
     std::uint64_t buffer_offset;
@@ -32,7 +34,7 @@ static_assert(sizeof(Arguments) == 56 && offsetof(Arguments, buffer_offset) == 1
               offsetof(Arguments, userdata) == 48);
 
 struct Completion {
-    std::int32_t index;
+    std::int32_t index; // Index of the operation.
     std::int32_t reserved;
     std::int64_t result;
     std::uint64_t userdata;
@@ -40,7 +42,7 @@ struct Completion {
 static_assert(sizeof(Completion) == 24 && offsetof(Completion, result) == 8 && offsetof(Completion, userdata) == 16);
 
 struct Submission {
-    std::int32_t index;
+    std::int32_t index; // Index of the operation.
     std::int32_t reserved;
     std::uint64_t userdata;
 };

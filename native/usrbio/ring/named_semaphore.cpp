@@ -12,11 +12,11 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// Makes the kernel change `word`, and wakes at most one thread that waits on `wake_word`. Returns false if no memory is
-// mapped at `word`.
+// Makes the kernel change `word` by `operation` (FUTEX_OP_SET or FUTEX_OP_ADD) with `argument`, and wakes at most one
+// thread that waits on `wake_word`. Returns false if no memory is mapped at `word`.
 bool futex_update(std::uint32_t* word, int operation, unsigned argument, std::uint32_t* wake_word) noexcept {
-    // FUTEX_WAKE_OP also wakes waiters of `word` if the old value passes the encoded comparison. Valid values of the
-    // words of a semaphore are never below 0, so this comparison fails.
+    // FUTEX_WAKE_OP also wakes waiters of `word` if the encoded comparison is true. Here it is `old value < 0`, which
+    // is false for every valid word of a semaphore.
     const unsigned encoded_operation = FUTEX_OP(operation, argument, FUTEX_OP_CMP_LT, 0);
     return syscall(SYS_futex, wake_word, FUTEX_WAKE_OP, 1, nullptr, word, encoded_operation) >= 0;
 }
@@ -67,11 +67,11 @@ int NamedSemaphore::open(const char* path) noexcept {
     if (!S_ISREG(attributes.st_mode)) {
         return -EINVAL;
     }
-    void* mapped = mmap(nullptr, sizeof(Semaphore), PROT_READ | PROT_WRITE, MAP_SHARED, semaphore.fd_, 0);
-    if (mapped == MAP_FAILED) {
+    void* mapping = mmap(nullptr, sizeof(Semaphore), PROT_READ | PROT_WRITE, MAP_SHARED, semaphore.fd_, 0);
+    if (mapping == MAP_FAILED) {
         return -errno;
     }
-    semaphore.semaphore_ = static_cast<Semaphore*>(mapped);
+    semaphore.semaphore_ = static_cast<Semaphore*>(mapping);
     *this = std::move(semaphore);
     return 0;
 }
@@ -84,7 +84,7 @@ void NamedSemaphore::post() noexcept {
 void NamedSemaphore::restore() noexcept {
     struct stat attributes {};
     if (fstat(fd_, &attributes) == 0 && attributes.st_size < static_cast<off_t>(sizeof(Semaphore))) {
-        // A failure appears at the next wait, as EFAULT.
+        // If ftruncate fails, the next wait fails with EFAULT.
         [[maybe_unused]] const int status = ftruncate(fd_, sizeof(Semaphore));
     }
     futex_store(&semaphore_->sharing, semaphore_shared);

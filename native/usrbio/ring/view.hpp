@@ -1,5 +1,5 @@
 // Pointers to the parts of a ring in memory. Each side computes them from the size of the memory alone, so both sides
-// use the same addresses.
+// find the parts at the same offsets.
 #pragma once
 
 #include "usrbio/ring/layout.hpp"
@@ -12,7 +12,8 @@ namespace gdrkit::usrbio {
 // Largest number of entries. Such a ring has 1.5 GiB, so a larger request is a mistake or an attack.
 inline constexpr std::size_t ring_entries_max = std::size_t{1} << 24;
 
-// Returns the number of entries of a ring of `bytes` bytes; 0: no ring has that size.
+// Returns the number of entries of the largest ring that fits into `bytes` bytes; 0: not even one entry fits, or more
+// than ring_entries_max entries fit.
 constexpr std::size_t ring_entries(std::size_t bytes) noexcept {
     if (bytes < ring_bytes(1)) {
         return 0;
@@ -33,7 +34,7 @@ struct RingView {
     std::uint32_t slot_count = 0; // entries + 1, so that the indices of an empty queue and of a full one differ.
 
     // Sets `view` to the ring at `memory`. Returns 0, or -EINVAL: `memory` is null, `memory` is not aligned to a cache
-    // line as the extension requires, or no ring has `bytes` bytes.
+    // line as the extension requires, or `bytes` is too small or too large for a ring.
     static int bind(void* memory, std::size_t bytes, RingView& view) noexcept {
         const std::size_t entries = ring_entries(bytes);
         if (memory == nullptr || reinterpret_cast<std::uintptr_t>(memory) % alignof(SideState) != 0 || entries == 0) {

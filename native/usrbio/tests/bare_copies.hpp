@@ -1,8 +1,9 @@
-// A reference for the benchmark of the I/O path (path_bench.cpp): the copies of the path alone, by two threads.
+// A reference for the benchmark of the I/O path (path_bench.cpp): only the copies that the path makes, in two threads.
 //
 // One thread reads chunks of the file into staging memory and computes their CRC32C, as the storage server does. The
-// other thread, on another processor, copies them to their destination, as the NIC does. There are no rings, frames,
-// keys and wake-ups. Other chunk sizes, or two threads that each do all steps, may be faster.
+// other thread, on another processor, copies the chunks to their destination, as the NIC does. Unlike the path, this
+// code has no rings, frames, keys and wake-ups. It is not the fastest way to copy: other chunk sizes, or two threads
+// that each do all steps, may be faster.
 #pragma once
 
 #include <fcntl.h>
@@ -26,10 +27,10 @@
 namespace gdrkit::usrbio::bench {
 
 inline void pin_thread(pthread_t thread, int processor) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(processor, &set);
-    if (const int error = pthread_setaffinity_np(thread, sizeof set, &set); error != 0) {
+    cpu_set_t processors;
+    CPU_ZERO(&processors);
+    CPU_SET(processor, &processors);
+    if (const int error = pthread_setaffinity_np(thread, sizeof processors, &processors); error != 0) {
         errno = error;
         exit_with_errno("pthread_setaffinity_np");
     }
@@ -37,25 +38,27 @@ inline void pin_thread(pthread_t thread, int processor) {
 
 class BareCopies {
 public:
-    // The copies of operations of `bytes` bytes into `depth` buffers in turn. The reading thread runs on the first of
-    // the processors, the copying thread on the last.
-    BareCopies(int file, unsigned depth, std::size_t bytes, std::vector<int> processors)
-        : file_(file), depth_(depth), bytes_(bytes), buffer_bytes_(std::min(bytes, buffer_bytes_max)),
-          buffer_count_(bytes > buffer_bytes_max ? large_buffer_count : depth),
-          staging_(map_shared(buffer_count_ * buffer_bytes_)), memory_(map_shared(depth * bytes)), offsets_(depth),
-          processors_(std::move(processors)) {
+    // Each operation copies `operation_bytes` bytes of the file into one of `depth` buffers, which are used in turn.
+    // The reading thread runs on the first of the processors, the copying thread on the last.
+    BareCopies(int file_fd, unsigned depth, std::size_t operation_bytes, std::vector<int> processors)
+        : file_fd_(file_fd), depth_(depth), operation_bytes_(operation_bytes),
+          buffer_bytes_(std::min(operation_bytes, buffer_bytes_max)),
+          buffer_count_(operation_bytes > buffer_bytes_max ? large_buffer_count : depth),
+          staging_(map_shared(buffer_count_ * buffer_bytes_)), destination_(map_shared(depth * operation_bytes)),
+          offsets_(depth), processors_(std::move(processors)) {
         if (sched_getaffinity(0, sizeof previous_processors_, &previous_processors_) != 0) {
             exit_with_errno("sched_getaffinity");
         }
     }
     ~BareCopies() {
         munmap(staging_, buffer_count_ * buffer_bytes_);
-        munmap(memory_, depth_ * bytes_);
+        munmap(destination_, depth_ * operation_bytes_);
     }
     BareCopies(const BareCopies&) = delete;
     BareCopies& operator=(const BareCopies&) = delete;
 
-    // Returns whether there are two processors, which two threads that wait for each other need.
+    // Returns whether there are at least two processors. The two threads spin while they wait for each other, so each
+    // needs its own processor.
     [[nodiscard]] bool is_available() const { return processors_.size() > 1; }
 
     // Reads one operation at the offset that next_offset() returns, in chunks, and passes the chunks to the copying
@@ -68,21 +71,21 @@ public:
             pin_thread(copier_.native_handle(), processors_.back());
         }
         const std::uint64_t offset = offsets_[operation_count_++ % depth_] = next_offset();
-        for (std::size_t position = 0; position < bytes_; position += buffer_bytes_) {
+        for (std::size_t position = 0; position < operation_bytes_; position += buffer_bytes_) {
             wait_until([&] { return read_count_ - copied_count_.load(std::memory_order_acquire) < buffer_count_; });
             std::uint8_t* const buffer = staging_ + read_count_ % buffer_count_ * buffer_bytes_;
-            if (pread(file_, buffer, buffer_bytes_, static_cast<off_t>(offset + position)) !=
+            if (pread(file_fd_, buffer, buffer_bytes_, static_cast<off_t>(offset + position)) !=
                 static_cast<ssize_t>(buffer_bytes_)) {
                 exit_with_errno("pread");
             }
-            storage::crc32c_chunks(reinterpret_cast<const std::byte*>(buffer), chunk_bytes, buffer_bytes_ / chunk_bytes,
-                                   sums_);
+            storage::crc32c_chunks(reinterpret_cast<const std::byte*>(buffer), bytes_per_crc,
+                                   buffer_bytes_ / bytes_per_crc, crcs_);
             ready_count_.store(++read_count_, std::memory_order_release);
         }
         return 1;
     }
-    // Ends a turn: waits for the last copies, and lets this thread run on its previous processors again. Returns 0,
-    // because run_step() has counted all operations.
+    // Ends a turn of the benchmark: waits for the last copies, and lets this thread run on its previous processors
+    // again. Returns 0, because run_step() has counted all operations.
     unsigned end_turn() {
         is_ending_ = true;
         copier_.join();
@@ -91,11 +94,13 @@ public:
     }
     // Compares the data of the last operations with the file.
     void compare() const {
-        std::vector<std::uint8_t> expected(bytes_);
-        for (std::uint64_t buffer = 0; buffer < std::min<std::uint64_t>(operation_count_, depth_); ++buffer) {
-            const ssize_t count = pread(file_, expected.data(), bytes_, static_cast<off_t>(offsets_[buffer]));
-            if (count != static_cast<ssize_t>(bytes_) ||
-                std::memcmp(memory_ + buffer * bytes_, expected.data(), bytes_) != 0) {
+        std::vector<std::uint8_t> expected(operation_bytes_);
+        for (std::uint64_t buffer_index = 0; buffer_index < std::min<std::uint64_t>(operation_count_, depth_);
+             ++buffer_index) {
+            const ssize_t read_bytes =
+                pread(file_fd_, expected.data(), operation_bytes_, static_cast<off_t>(offsets_[buffer_index]));
+            if (read_bytes != static_cast<ssize_t>(operation_bytes_) ||
+                std::memcmp(destination_ + buffer_index * operation_bytes_, expected.data(), operation_bytes_) != 0) {
                 std::fprintf(stderr, "bare copies: the copied data differs from the file\n");
                 std::exit(1);
             }
@@ -104,7 +109,7 @@ public:
 
 private:
     static constexpr std::size_t buffer_bytes_max = 256 * 1024;
-    static constexpr std::size_t chunk_bytes = 4096;     // Bytes of one CRC32C.
+    static constexpr std::size_t bytes_per_crc = 4096;   // The storage server computes one CRC32C for these bytes.
     static constexpr std::size_t large_buffer_count = 4; // Staging buffers for operations above buffer_bytes_max.
 
     // Maps shared memory without a file, like the memory of an iov.
@@ -117,41 +122,45 @@ private:
         return static_cast<std::uint8_t*>(memory);
     }
     template <typename Condition> static void wait_until(Condition condition) {
-        // Yield now and then, because other threads may need this processor.
-        for (unsigned round = 1; !condition(); ++round) {
-            if (round % 256 == 0) {
+        // Yield after every 256th check, because other threads may need this processor.
+        for (unsigned check_count = 1; !condition(); ++check_count) {
+            if (check_count % 256 == 0) {
                 sched_yield();
             }
         }
     }
-    // The copying thread.
+    // Runs the copying thread.
     void copy_chunks() {
-        const std::size_t buffers_per_operation = bytes_ / buffer_bytes_;
-        for (std::uint64_t chunk = copied_count_;; copied_count_.store(++chunk, std::memory_order_release)) {
+        const std::size_t buffers_per_operation = operation_bytes_ / buffer_bytes_;
+        for (std::uint64_t chunk_index = copied_count_;;
+             copied_count_.store(++chunk_index, std::memory_order_release)) {
             bool is_ending = false;
             wait_until([&] {
                 is_ending = is_ending_;
-                return ready_count_.load(std::memory_order_acquire) != chunk || is_ending;
+                return ready_count_.load(std::memory_order_acquire) != chunk_index || is_ending;
             });
-            if (is_ending && ready_count_ == chunk) {
+            if (is_ending && ready_count_ == chunk_index) {
                 return;
             }
-            std::memcpy(memory_ + chunk / buffers_per_operation % depth_ * bytes_ +
-                            chunk % buffers_per_operation * buffer_bytes_,
-                        staging_ + chunk % buffer_count_ * buffer_bytes_, buffer_bytes_);
+            std::memcpy(destination_ + chunk_index / buffers_per_operation % depth_ * operation_bytes_ +
+                            chunk_index % buffers_per_operation * buffer_bytes_,
+                        staging_ + chunk_index % buffer_count_ * buffer_bytes_, buffer_bytes_);
         }
     }
 
-    const int file_;
+    const int file_fd_;
     const unsigned depth_;
-    const std::size_t bytes_, buffer_bytes_, buffer_count_;
-    std::uint8_t *const staging_, *const memory_;
-    std::vector<std::uint64_t> offsets_;
+    const std::size_t operation_bytes_;
+    const std::size_t buffer_bytes_, buffer_count_; // Staging buffers, each of which holds one chunk.
+    std::uint8_t *const staging_, *const destination_;
+    std::vector<std::uint64_t> offsets_; // File offset of the last operation in each buffer.
     const std::vector<int> processors_;
     cpu_set_t previous_processors_{};
-    std::uint32_t sums_[buffer_bytes_max / chunk_bytes] = {};
-    std::uint64_t operation_count_ = 0, read_count_ = 0;
-    std::atomic<std::uint64_t> ready_count_{0}, copied_count_{0};
+    std::uint32_t crcs_[buffer_bytes_max / bytes_per_crc] = {};
+    std::uint64_t operation_count_ = 0;
+    std::uint64_t read_count_ = 0;               // Number of chunks that were read, for the reading thread.
+    std::atomic<std::uint64_t> ready_count_{0};  // The same number, for the copying thread.
+    std::atomic<std::uint64_t> copied_count_{0}; // Number of chunks that were copied.
     std::atomic<bool> is_ending_{false};
     std::thread copier_;
 };

@@ -13,7 +13,7 @@ extern "C" int __wrap_shm_open(const char* name, int flags, mode_t mode) {
     return __real_shm_open(name, flags, mode);
 }
 
-// Memory without a name gets its name by linkat, which the library or the agent in this process calls.
+// Memory that was opened with O_TMPFILE has no name until the library or the agent in this process calls linkat.
 extern "C" int __real_linkat(int old_folder, const char* old_path, int new_folder, const char* new_path, int flags);
 extern "C" int __wrap_linkat(int old_folder, const char* old_path, int new_folder, const char* new_path, int flags) {
     const int status = __real_linkat(old_folder, old_path, new_folder, new_path, flags);

@@ -26,7 +26,7 @@ namespace gdrkit::usrbio::test {
 inline std::mutex created_shm_names_mutex;
 inline std::vector<std::string> created_shm_names;
 
-// Returns how many of the names still exist.
+// Returns how many of the names in created_shm_names still exist in /dev/shm.
 inline std::size_t count_existing_shm_names() {
     const std::lock_guard lock(created_shm_names_mutex);
     return static_cast<std::size_t>(
@@ -57,7 +57,7 @@ void wait_until_true(Condition condition, std::source_location location = std::s
 
 // An open file in a mount.
 struct File {
-    File(const Mount& mount, const char* name, int flags = O_RDWR | O_CREAT) : path(mount.file(name)) {
+    File(const Mount& mount, const char* name, int flags = O_RDWR | O_CREAT) : path(mount.file_path(name)) {
         fd = open(path.c_str(), flags | O_CLOEXEC, 0600);
         CHECK(fd >= 0);
     }

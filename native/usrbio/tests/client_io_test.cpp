@@ -32,7 +32,7 @@ void test_read_and_write_move_bytes() {
     CHECK_EQUAL(hf3fs_submit_ios(&session.write_ring), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.write_ring, cqes, 16, 2, nullptr), 2);
     CHECK(cqes[0].result == 2048 && cqes[1].result == 2048 && cqes[0].userdata == &session);
-    CHECK(session.prepare_read(8192, 3000, 1500, 7) >= 0); // This read extends beyond the end of the file.
+    CHECK(session.prepare_read(8192, 3000, 1500, 7) >= 0); // This read extends beyond the end of the file, at 4096.
     CHECK(session.prepare_read(20000, 10, 5000, 8) >= 0);  // This read begins after the end of the file.
     CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
     for (int count = 0; count < 2; ++count) {
@@ -101,11 +101,11 @@ void test_wait_ends_at_count_or_deadline() {
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 1, 0, &invalid_deadline), -EINVAL);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 0, nullptr), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, -5, nullptr), 0);
-    const timespec begin = make_deadline_after(0);
+    const timespec wait_begin = make_deadline_after(0);
     const timespec deadline = make_deadline_after(30);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 1, &deadline), 0);
-    const timespec end = make_deadline_after(0);
-    CHECK((end.tv_sec - begin.tv_sec) * 1000 + (end.tv_nsec - begin.tv_nsec) / 1000000 >= 29);
+    const timespec wait_end = make_deadline_after(0);
+    CHECK((wait_end.tv_sec - wait_begin.tv_sec) * 1000 + (wait_end.tv_nsec - wait_begin.tv_nsec) / 1000000 >= 29);
     const timespec past_deadline = make_deadline_after(-1000);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 1, &past_deadline), 0);
     CHECK(session.prepare_read(0, 1) >= 0);
@@ -123,13 +123,13 @@ void test_wait_ends_at_count_or_deadline() {
 }
 
 void test_agent_death_fails_operations() {
-    const std::size_t memory_count_before = count_existing_shm_names();
+    const std::size_t shm_name_count_before = count_existing_shm_names();
     {
         Mount mount;
         auto agent = std::make_unique<Agent>(mount);
         Session session(mount);
         hf3fs_cqe cqes[16];
-        agent->hold(true);
+        agent->pause_rings(true);
         for (std::uintptr_t i = 1; i <= 3; ++i) {
             CHECK(session.prepare_read(0, 1, 0, i) >= 0);
         }
@@ -149,7 +149,7 @@ void test_agent_death_fails_operations() {
         }
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 16, nullptr), 1);
         userdata_sum += reinterpret_cast<std::uintptr_t>(cqes[0].userdata);
-        CHECK_EQUAL(userdata_sum, 10u);
+        CHECK_EQUAL(userdata_sum, 10u); // 1 + 2 + 3 + 4: each operation completed once.
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 1, nullptr), -EREMOTEIO);
         CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
         CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), -EREMOTEIO);
@@ -160,7 +160,7 @@ void test_agent_death_fails_operations() {
         CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 4, true, 0, -1), -EREMOTEIO);
         File file(mount, "data");
         CHECK_EQUAL(hf3fs_reg_fd(file.fd, 0), EREMOTEIO);
-        CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file("b").c_str()), EREMOTEIO);
+        CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file_path("b").c_str()), EREMOTEIO);
 
         Agent new_agent(mount); // A new agent serves new rings and iovs.
         Session new_session(mount);
@@ -168,11 +168,11 @@ void test_agent_death_fails_operations() {
         CHECK_EQUAL(hf3fs_submit_ios(&new_session.read_ring), 0);
         CHECK_EQUAL(hf3fs_wait_for_ios(&new_session.read_ring, cqes, 1, 1, nullptr), 1);
         CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
-        new_agent.reply_malformed = true;
+        new_agent.corrupts_replies = true;
         CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), -EREMOTEIO);
-        new_agent.reply_malformed = false;
+        new_agent.corrupts_replies = false;
     }
-    CHECK_EQUAL(count_existing_shm_names(), memory_count_before);
+    CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before);
 }
 
 // A thread that waits for one completion without a deadline. The thread sleeps when the constructor returns.
@@ -182,7 +182,7 @@ public:
         : thread_([this, &ring] { result_ = hf3fs_wait_for_ios(&ring, &cqe, 1, 1, nullptr); }) {
         SideState& application = make_view(ring).extension->application;
         wait_until_true([&] { return application.sleeping != awake; });
-        usleep(5000);
+        usleep(5000); // The thread announces its sleep shortly before it sleeps.
     }
     // Returns the result of the wait.
     int wait_result() {
@@ -205,24 +205,24 @@ void submit_read(Session& session) {
 void test_invalid_index_of_agent_ends_the_wait() {
     Mount mount;
     Agent agent(mount);
-    agent.hold(true);
+    agent.pause_rings(true);
     {
         Session session(mount);
         submit_read(session);
         Sleeper sleeper(session.read_ring);
-        make_view(session.read_ring).indices->completion_head = 9999;
+        make_view(session.read_ring).indices->completion_head = 9999; // This ring has 17 positions.
         post(*make_view(session.read_ring).completion_semaphore);
         CHECK_EQUAL(sleeper.wait_result(), 1);
         CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
         CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
     }
-    // Here the thread that prepares finds the invalid index. It wakes the thread that waits.
+    // In this second part, the thread that prepares finds the invalid index. It wakes the thread that waits.
     Session session(mount, 2);
-    agent.hold(false);
+    agent.pause_rings(false);
     submit_read(session);
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, nullptr), 1);
-    agent.hold(true);
+    agent.pause_rings(true);
     submit_read(session);
     Sleeper sleeper(session.read_ring);
     make_view(session.read_ring).indices->submission_tail = 9999;
@@ -244,6 +244,7 @@ void test_wait_on_ended_ring_fails() {
     CHECK_EQUAL(hf3fs_iorwrap(&ior, memory, mount.path(), sizeof(memory), true, 0, 0, 0, 0), 0);
     RingView view;
     CHECK_EQUAL(RingView::bind(memory, sizeof(memory), view), 0);
+    // Consume the post of the agent's end. Only the mark in the ring then shows that the agent has ended.
     while (try_wait(*view.completion_semaphore)) {
     }
     hf3fs_cqe cqe;
@@ -255,14 +256,14 @@ void test_poll_returns_while_another_thread_waits() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
-    agent.hold(true);
+    agent.pause_rings(true);
     submit_read(session);
     Sleeper sleeper(session.read_ring);
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 0, nullptr), 0);
     const timespec short_deadline = make_deadline_after(20);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, &short_deadline), 0);
-    agent.hold(false);
+    agent.pause_rings(false);
     CHECK_EQUAL(sleeper.wait_result(), 1);
 }
 
@@ -272,17 +273,17 @@ bool has_watch_thread() {
 
 // Executes one read, which the agent delays until the wait for its completion sleeps.
 void read_while_asleep(Session& session, Agent& agent, const timespec* deadline) {
-    agent.hold(true);
+    agent.pause_rings(true);
     submit_read(session);
     SideState& application = make_view(session.read_ring).extension->application;
-    std::thread releaser([&] {
+    std::thread agent_resumer([&] {
         wait_until_true([&] { return application.sleeping != awake; });
-        agent.hold(false);
+        agent.pause_rings(false);
     });
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, deadline), 1);
     CHECK_EQUAL(cqe.result, 0);
-    releaser.join();
+    agent_resumer.join();
 }
 
 void test_wait_without_deadline_starts_the_watch_thread() {
@@ -306,9 +307,9 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
-    wait_until_true([&] { return agent.connections == 1; });
-    // Start the watch thread, which a child does not inherit, and make the announcement of sleep in this ring
-    // permanent.
+    wait_until_true([&] { return agent.connection_count == 1; });
+    // Start the watch thread, which a child does not inherit, and make the announcement of sleep in this ring permanent
+    // by more than 16 sleeps.
     for (int i = 0; i < 20; ++i) {
         read_while_asleep(session, agent, nullptr);
     }
@@ -321,7 +322,7 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     });
     wait_until_true([&] { return is_waiting.load(); });
     usleep(20000);
-    agent.hold(true);
+    agent.pause_rings(true);
     submit_read(session);
     int go_pipe[2], ready_pipe[2];
     CHECK(pipe(go_pipe) == 0 && pipe(ready_pipe) == 0);
@@ -349,7 +350,7 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     Sleeper sleeper(session.read_ring); // The child must not change the announcement of sleep of this ring.
     CHECK_EQUAL(write(go_pipe[1], &byte, 1), ssize_t{1});
     CHECK_EQUAL(read(ready_pipe[0], &byte, 1), ssize_t{1});
-    agent.hold(false);
+    agent.pause_rings(false);
     CHECK_EQUAL(sleeper.wait_result(), 1);
     for (const int descriptor : {go_pipe[0], go_pipe[1], ready_pipe[0], ready_pipe[1]}) {
         close(descriptor);
@@ -359,8 +360,8 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     CHECK_EQUAL(status, 0);
     waiter.join();
     wait_until_true(has_watch_thread);
-    wait_until_true([&] { return agent.connections == 1; });
-    CHECK_EQUAL(agent.publications.load(), 3); // The child withdrew no publication of its parent.
+    wait_until_true([&] { return agent.connection_count == 1; });
+    CHECK_EQUAL(agent.publication_count.load(), 3); // The child withdrew no publication of its parent.
     hf3fs_cqe cqe;
     CHECK(session.prepare_read(0, 1) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
@@ -403,10 +404,10 @@ void test_eight_threads_use_64_rings() {
     for (std::thread& thread : threads) {
         thread.join();
     }
-    CHECK_EQUAL(agent.publications.load(), 0);
-    CHECK_EQUAL(agent.files.load(), 0);
+    CHECK_EQUAL(agent.publication_count.load(), 0);
+    CHECK_EQUAL(agent.file_count.load(), 0);
     // A process without publications and registered files closes its connection.
-    wait_until_true([&] { return agent.connections == 0; });
+    wait_until_true([&] { return agent.connection_count == 0; });
 }
 
 [[maybe_unused]] void test_killed_agent_process_ends_the_wait() {
@@ -419,7 +420,7 @@ void test_eight_threads_use_64_rings() {
             pause();
         }
     }
-    wait_until_true([&] { return std::filesystem::exists(mount.file("3fs-virt/agent.sock")); });
+    wait_until_true([&] { return std::filesystem::exists(mount.file_path("3fs-virt/agent.sock")); });
     int status = -EREMOTEIO;
     hf3fs_iov probe_iov{};
     while ((status = hf3fs_iovcreate(&probe_iov, mount.path(), 4096, 0, -1)) == -EREMOTEIO) {
@@ -436,14 +437,15 @@ void test_eight_threads_use_64_rings() {
             CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
             CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 64, 64, nullptr), 64);
         }
-        // A wait without a deadline has no timer. The watch thread must wake it.
+        // A wait without a deadline has no timer, so the watch thread must wake it when the agent dies.
         std::thread killer([&] {
             usleep(50000);
             CHECK_EQUAL(kill(child, SIGKILL), 0);
         });
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.write_ring, cqes, 64, 1, nullptr), -EREMOTEIO);
         killer.join();
-        CHECK_EQUAL(waitpid(child, &status, 0), child);
+        int exit_status = 0;
+        CHECK_EQUAL(waitpid(child, &exit_status, 0), child);
         const int index = session.prepare_read(0, 1);
         CHECK(index >= 0 || index == -EREMOTEIO);
         hf3fs_submit_ios(&session.read_ring);
@@ -451,7 +453,7 @@ void test_eight_threads_use_64_rings() {
         CHECK(count == -EREMOTEIO || (count == 1 && cqes[0].result == -EREMOTEIO));
     }
     hf3fs_iovdestroy(&probe_iov);
-    CHECK(mount.links().empty()); // The library removed the links of the dead agent.
+    CHECK(mount.link_names().empty()); // The library removed the links of the dead agent.
 }
 
 } // namespace

@@ -23,7 +23,7 @@ using namespace gdrkit::usrbio::test;
 namespace {
 
 void test_iov_is_published_and_removed() {
-    const std::size_t memory_count_before = count_existing_shm_names();
+    const std::size_t shm_name_count_before = count_existing_shm_names();
     Mount mount;
     Agent agent(mount);
     hf3fs_iov iov{};
@@ -35,8 +35,8 @@ void test_iov_is_published_and_removed() {
     }
     Uuid id;
     std::memcpy(id.data(), iov.id, 16);
-    CHECK(mount.links() == std::vector<std::string>{to_string(id) + ".b4096"});
-    CHECK_EQUAL(count_existing_shm_names(), memory_count_before + 1);
+    CHECK(mount.link_names() == std::vector<std::string>{to_string(id) + ".b4096"});
+    CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before + 1);
 
     hf3fs_iov opened_iov{};
     CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 10000, 0, -1), -ENOENT);
@@ -45,17 +45,18 @@ void test_iov_is_published_and_removed() {
     iov.base[9999] = 42;
     CHECK_EQUAL(opened_iov.base[9999], 42);
     hf3fs_iovunlink(&opened_iov); // Does nothing, because `opened_iov` did not create the memory.
-    CHECK_EQUAL(count_existing_shm_names(), memory_count_before + 1);
-    // A process that opens its own iov borrows it too, once for each open.
+    CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before + 1);
+    // A process that opens its own iov borrows it, too. `borrow_count` counts an iov that is opened twice once, until
+    // both opened iovs are destroyed.
     hf3fs_iov second_opened_iov{};
     CHECK_EQUAL(hf3fs_iovopen(&second_opened_iov, id.data(), mount.path(), 10000, 4096, -1), 0);
-    CHECK_EQUAL(agent.borrows.load(), 1);
+    CHECK_EQUAL(agent.borrow_count.load(), 1);
     hf3fs_iovdestroy(&opened_iov);
     hf3fs_iovdestroy(&opened_iov);
-    CHECK_EQUAL(agent.borrows.load(), 1);
+    CHECK_EQUAL(agent.borrow_count.load(), 1);
     hf3fs_iovdestroy(&second_opened_iov);
-    CHECK_EQUAL(agent.borrows.load(), 0);
-    CHECK_EQUAL(agent.publications.load(), 1);
+    CHECK_EQUAL(agent.borrow_count.load(), 0);
+    CHECK_EQUAL(agent.publication_count.load(), 1);
     agent.refusal_errno = EACCES;
     CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 10000, 4096, -1), -EACCES);
     CHECK(opened_iov.base == nullptr);
@@ -63,20 +64,20 @@ void test_iov_is_published_and_removed() {
 
     hf3fs_iov stale_copy = iov;
     hf3fs_iovunlink(&iov);
-    CHECK_EQUAL(count_existing_shm_names(), memory_count_before);
+    CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before);
     iov.base[0] = 1;
     CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 10000, 4096, -1), -ENOENT);
     hf3fs_iovdestroy(&iov);
     hf3fs_iovdestroy(&stale_copy); // The library detects that this copy of a destroyed struct is stale.
-    CHECK_EQUAL(agent.publications.load(), 0);
-    CHECK(mount.links().empty());
+    CHECK_EQUAL(agent.publication_count.load(), 0);
+    CHECK(mount.link_names().empty());
 
     agent.refusal_errno = EPERM;
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 10000, 0, -1), -EPERM);
     hf3fs_ior ior{};
     CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 4, true, 0, -1), -EPERM);
-    CHECK_EQUAL(count_existing_shm_names(), memory_count_before);
-    const std::string link_path = mount.link(to_string(id));
+    CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before);
+    const std::string link_path = mount.link_path(to_string(id));
     CHECK_EQUAL(symlink("/etc/passwd", link_path.c_str()), 0);
     CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 1, 0, -1), -EINVAL);
     CHECK_EQUAL(unlink(link_path.c_str()), 0);
@@ -92,16 +93,16 @@ void test_wrapped_memory_is_published_by_its_link() {
     CHECK_EQUAL(memory.create(make_shared_memory_name(id), 8192, -1), 0);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOENT);
-    CHECK_EQUAL(agent.publications.load(), 0);
-    CHECK_EQUAL(symlink(("/dev/shm" + make_shared_memory_name(id)).c_str(), mount.link(to_string(id)).c_str()), 0);
+    CHECK_EQUAL(agent.publication_count.load(), 0);
+    CHECK_EQUAL(symlink(("/dev/shm" + make_shared_memory_name(id)).c_str(), mount.link_path(to_string(id)).c_str()), 0);
     agent.refusal_errno = ENOSPC;
     CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOSPC);
     agent.refusal_errno = 0;
     CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), 0);
-    CHECK_EQUAL(agent.publications.load(), 1);
+    CHECK_EQUAL(agent.publication_count.load(), 1);
     CHECK(iov.iovh == nullptr && iov.base == memory.base());
     hf3fs_iovdestroy(&iov);
-    CHECK_EQUAL(agent.publications.load(), 0);
+    CHECK_EQUAL(agent.publication_count.load(), 0);
     memory.base()[0] = 1; // The memory is still mapped.
 }
 
@@ -113,35 +114,35 @@ void test_wrapped_memory_has_the_block_size_of_its_link() {
     CHECK_EQUAL(memory.create(make_shared_memory_name(id), 8192, -1), 0);
     hf3fs_iov iov{};
     for (const std::size_t link_block_size : {std::size_t{0}, std::size_t{4096}}) {
-        const std::string link = mount.link(make_link_name(id, link_block_size, nullptr));
+        const std::string link_path = mount.link_path(make_link_name(id, link_block_size, nullptr));
         for (const std::size_t block_size : {std::size_t{0}, std::size_t{100}, std::size_t{4096}}) {
-            CHECK_EQUAL(symlink(("/dev/shm" + make_shared_memory_name(id)).c_str(), link.c_str()), 0);
+            CHECK_EQUAL(symlink(("/dev/shm" + make_shared_memory_name(id)).c_str(), link_path.c_str()), 0);
             CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, block_size, -1), 0);
             CHECK_EQUAL(iov.block_size, link_block_size);
-            CHECK_EQUAL(agent.publications.load(), 1);
+            CHECK_EQUAL(agent.publication_count.load(), 1);
             hf3fs_iovdestroy(&iov);
-            CHECK_EQUAL(agent.publications.load(), 0);
-            unlink(link.c_str());
+            CHECK_EQUAL(agent.publication_count.load(), 0);
+            unlink(link_path.c_str());
         }
     }
     // A link whose name only begins with the name of the memory belongs to another object, such as a ring.
-    CHECK_EQUAL(symlink("/dev/shm/other", mount.link(to_string(id) + ".r0").c_str()), 0);
+    CHECK_EQUAL(symlink("/dev/shm/other", mount.link_path(to_string(id) + ".r0").c_str()), 0);
     CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOENT);
 }
 
 void test_ring_name_contains_its_attributes() {
     Mount mount;
     Agent agent(mount);
-    const std::size_t memory_count_before = count_existing_shm_names();
+    const std::size_t shm_name_count_before = count_existing_shm_names();
     hf3fs_ior ior{};
     const auto check_name_and_destroy = [&](const char* suffix) {
-        const auto links = mount.links();
+        const auto links = mount.link_names();
         CHECK_EQUAL(links.size(), 1u);
         CHECK(links[0].substr(36) == suffix);
-        CHECK_EQUAL(count_existing_shm_names(), memory_count_before);
+        CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before);
         hf3fs_iordestroy(&ior);
         hf3fs_iordestroy(&ior);
-        CHECK(mount.links().empty());
+        CHECK(mount.link_names().empty());
     };
     CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 16, true, 0, -1), 0);
     CHECK(ior.for_read && ior.io_depth == 0 && hf3fs_io_entries(&ior) == 16);
@@ -156,7 +157,7 @@ void test_ring_name_contains_its_attributes() {
     CHECK(ior.flags == 2 && ior.priority == 0);
     check_name_and_destroy(".r1.t7.f10");
 
-    const std::string semaphore_link = mount.link("submit-ios.ph");
+    const std::string semaphore_link = mount.link_path("submit-ios.ph");
     CHECK_EQUAL(unlink(semaphore_link.c_str()), 0);
     CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -ENOENT);
     CHECK_EQUAL(symlink("/etc/passwd", semaphore_link.c_str()), 0);
@@ -164,7 +165,7 @@ void test_ring_name_contains_its_attributes() {
     CHECK_EQUAL(unlink(semaphore_link.c_str()), 0);
     CHECK_EQUAL(symlink("/dev/shm/sem.hf3fs-none-such", semaphore_link.c_str()), 0);
     CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -ENOENT);
-    CHECK(mount.links().empty());
+    CHECK(mount.link_names().empty());
 }
 
 void test_files_are_registered() {
@@ -179,12 +180,12 @@ void test_files_are_registered() {
     File reader(mount, "a", O_RDONLY);
     const int reader_registered_fd = hf3fs_reg_fd(reader.fd, 0);
     CHECK(reader_registered_fd <= 0);
-    CHECK_EQUAL(agent.files.load(), 1);
+    CHECK_EQUAL(agent.file_count.load(), 1);
     hf3fs_dereg_fd(file.fd);
     CHECK_EQUAL(fcntl(-registered_fd_1, F_GETFD), -1);
-    CHECK_EQUAL(agent.files.load(), 1); // The other descriptor is still registered.
+    CHECK_EQUAL(agent.file_count.load(), 1); // The other descriptor is still registered.
     hf3fs_dereg_fd(reader_registered_fd);
-    CHECK_EQUAL(agent.files.load(), 0);
+    CHECK_EQUAL(agent.file_count.load(), 0);
     hf3fs_dereg_fd(reader_registered_fd);
 
     agent.refusal_errno = EACCES;
@@ -204,25 +205,25 @@ void test_files_are_registered() {
     CHECK(registered_fd_2 <= 0 && -registered_fd_2 != closed_fd);
     hf3fs_dereg_fd(registered_fd);
     hf3fs_dereg_fd(registered_fd_2);
-    CHECK_EQUAL(agent.files.load(), 0);
+    CHECK_EQUAL(agent.file_count.load(), 0);
 }
 
 void test_mount_point_is_found() {
     Mount mount;
     char mount_point[300] = "";
-    const int length = static_cast<int>(std::strlen(mount.path()));
-    std::filesystem::create_directories(mount.file("deep/down"));
+    const int path_length = static_cast<int>(std::strlen(mount.path()));
+    std::filesystem::create_directories(mount.file_path("deep/down"));
     CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.path()), -1);
     Agent agent(mount);
-    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.file("deep/down").c_str()),
-                length + 1);
+    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.file_path("deep/down").c_str()),
+                path_length + 1);
     CHECK(std::strcmp(mount_point, mount.path()) == 0);
-    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.path()), length + 1);
+    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.path()), path_length + 1);
     std::strcpy(mount_point, "untouched");
-    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, length, mount.path()), length + 1);
+    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, path_length, mount.path()), path_length + 1);
     CHECK(std::strcmp(mount_point, "untouched") == 0);
-    CHECK_EQUAL(hf3fs_extract_mount_point(nullptr, 0, mount.path()), length + 1);
-    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.file("none").c_str()), -1);
+    CHECK_EQUAL(hf3fs_extract_mount_point(nullptr, 0, mount.path()), path_length + 1);
+    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.file_path("none").c_str()), -1);
 }
 
 void test_hard_links_and_holes() {
@@ -231,13 +232,13 @@ void test_hard_links_and_holes() {
     File file(mount, "a");
     const std::string data(3 * 65536, 'x');
     CHECK_EQUAL(write(file.fd, data.data(), data.size()), static_cast<ssize_t>(data.size()));
-    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file("b").c_str()), 0);
-    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file("b").c_str()), EEXIST);
+    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file_path("b").c_str()), 0);
+    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file_path("b").c_str()), EEXIST);
     CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), "/tmp/usrbio-elsewhere"), EXDEV);
-    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file("").c_str()), EINVAL);
-    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file(std::string(256, 'n')).c_str()), ENAMETOOLONG);
+    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file_path("").c_str()), EINVAL);
+    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file_path(std::string(256, 'n')).c_str()), ENAMETOOLONG);
     struct stat attributes {};
-    CHECK_EQUAL(stat(mount.file("b").c_str(), &attributes), 0);
+    CHECK_EQUAL(stat(mount.file_path("b").c_str(), &attributes), 0);
     CHECK_EQUAL(attributes.st_nlink, 2u);
 
     const std::size_t begin[] = {65536, 0};
@@ -248,7 +249,7 @@ void test_hard_links_and_holes() {
     CHECK_EQUAL(byte, 0);
     CHECK_EQUAL(pread(file.fd, &byte, 1, 131072), 1);
     CHECK_EQUAL(byte, 'x');
-    const std::vector<std::size_t> positions(1000, 5);
+    const std::vector<std::size_t> positions(1000, 5); // 1000 empty ranges, the largest number of ranges.
     CHECK_EQUAL(hf3fs_punchhole(file.fd, 1000, positions.data(), positions.data(), 0), 0);
     File reader(mount, "a", O_RDONLY);
     CHECK_EQUAL(hf3fs_punchhole(reader.fd, 1, begin, end, 0), EBADF);
@@ -266,8 +267,8 @@ std::int64_t read_three_bytes(Session& session, const hf3fs_iov& iov) {
     return cqe.result;
 }
 
-// The child opens an iov of its parent and reads into it. In the first round the child ends the borrow. In the second
-// round the parent ends it by destroying the iov.
+// The child opens an iov of its parent, which borrows the memory, and reads into it. In the first round the child ends
+// the borrow. In the second round the parent ends the borrow by destroying the iov.
 [[maybe_unused]] void test_other_process_borrows_memory() {
     Mount mount;
     Agent agent(mount);
@@ -309,19 +310,19 @@ std::int64_t read_three_bytes(Session& session, const hf3fs_iov& iov) {
     }
     meet_other_process(0);
     CHECK(std::memcmp(iov.base, "abc", 3) == 0);
-    CHECK_EQUAL(agent.borrows.load(), 1);
+    CHECK_EQUAL(agent.borrow_count.load(), 1);
     hf3fs_iovdestroy(&iov);
-    CHECK_EQUAL(agent.borrows.load(), 0);
+    CHECK_EQUAL(agent.borrow_count.load(), 0);
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
     meet_other_process(0);
     CHECK_EQUAL(write(sockets[0], iov.id, 16), 16);
     int status = -1;
     CHECK_EQUAL(waitpid(child, &status, 0), child);
     CHECK_EQUAL(status, 0);
-    wait_until_true([&] { return agent.connections == 1; });
-    CHECK_EQUAL(agent.borrows.load(), 0);
-    CHECK_EQUAL(agent.publications.load(), 1);
-    CHECK(mount.links().size() == 1);
+    wait_until_true([&] { return agent.connection_count == 1; });
+    CHECK_EQUAL(agent.borrow_count.load(), 0);
+    CHECK_EQUAL(agent.publication_count.load(), 1);
+    CHECK(mount.link_names().size() == 1);
     hf3fs_iovdestroy(&iov);
     close(sockets[0]);
     close(sockets[1]);
@@ -333,27 +334,28 @@ void test_mount_without_agent_has_links() {
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
     Uuid id;
     std::memcpy(id.data(), iov.id, 16);
-    CHECK(std::filesystem::read_symlink(mount.link(to_string(id))) == "/dev/shm" + make_shared_memory_name(id));
+    CHECK(std::filesystem::read_symlink(mount.link_path(to_string(id))) == "/dev/shm" + make_shared_memory_name(id));
     hf3fs_ior ior{};
     CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 4, true, 0, -1), 0);
-    int value = -1;
+    int semaphore_value = -1;
     CHECK_EQUAL(hf3fs_submit_ios(&ior), 0);
-    CHECK_EQUAL(sem_getvalue(mount.submit_semaphore(1), &value), 0);
-    CHECK_EQUAL(value, 1); // No agent supports the extension of this ring, so the library posts for each submit.
+    CHECK_EQUAL(sem_getvalue(mount.submit_semaphore(1), &semaphore_value), 0);
+    CHECK_EQUAL(semaphore_value,
+                1); // No agent supports the extension of this ring, so the library posts for each submit.
     hf3fs_iordestroy(&ior);
     hf3fs_iovdestroy(&iov);
-    CHECK(mount.links().empty());
+    CHECK(mount.link_names().empty());
 }
 
 void test_memory_gets_no_name_if_the_agent_has_ended() {
     Mount mount;
     {
-        Agent agent(mount); // The socket of the agent stays.
+        Agent agent(mount); // The file of the agent's socket stays after its end.
     }
-    const std::size_t names_count_before = created_shm_names.size();
+    const std::size_t name_count_before = created_shm_names.size();
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), -EREMOTEIO);
-    CHECK_EQUAL(created_shm_names.size(), names_count_before);
+    CHECK_EQUAL(created_shm_names.size(), name_count_before);
 }
 
 void test_link_without_agent_is_removed_when_next_agent_dies() {
@@ -363,7 +365,7 @@ void test_link_without_agent_is_removed_when_next_agent_dies() {
     Agent agent(mount);
     agent.close_at_unpublish = true;
     hf3fs_iovdestroy(&iov);
-    CHECK(mount.links().empty());
+    CHECK(mount.link_names().empty());
 }
 
 } // namespace

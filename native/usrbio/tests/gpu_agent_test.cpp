@@ -32,8 +32,8 @@ struct ReceivedRequests {
     u64 dmabuf_bytes = 0;
     std::size_t descriptor_count = 0;
     std::atomic<int> reply_status = 0; // Status of replies to publish and borrow: 0 or an errno.
-    std::atomic<int> publications = 0, unpublications = 0;
-    std::atomic<int> borrows = 0, returned_borrows = 0;
+    std::atomic<int> publication_count = 0, unpublish_count = 0;
+    std::atomic<int> borrow_count = 0, returned_borrow_count = 0;
 };
 
 struct Message {
@@ -51,14 +51,14 @@ bool receive(int socket, Message* message) {
     request.msg_iovlen = 1;
     request.msg_control = control;
     request.msg_controllen = sizeof control;
-    const ssize_t length = recvmsg(socket, &request, MSG_CMSG_CLOEXEC);
-    if (length <= 0) {
+    const ssize_t received_bytes = recvmsg(socket, &request, MSG_CMSG_CLOEXEC);
+    if (received_bytes <= 0) {
         return false;
     }
-    CHECK(static_cast<std::size_t>(length) >= sizeof(AgentHeader) &&
+    CHECK(static_cast<std::size_t>(received_bytes) >= sizeof(AgentHeader) &&
           (request.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == 0);
     std::memcpy(&message->header, bytes.data(), sizeof message->header);
-    message->payload.assign(bytes.begin() + sizeof(AgentHeader), bytes.begin() + length);
+    message->payload.assign(bytes.begin() + sizeof(AgentHeader), bytes.begin() + received_bytes);
     CHECK_EQUAL(message->payload.size(), std::size_t{message->header.length});
     for (cmsghdr* control_message = CMSG_FIRSTHDR(&request); control_message != nullptr;
          control_message = CMSG_NXTHDR(&request, control_message)) {
@@ -90,21 +90,21 @@ void record_publication(const Message& message, ReceivedRequests* received) {
     received->descriptor_count = message.descriptors.size();
     received->dmabuf_bytes = 0;
     if (!message.descriptors.empty()) {
-        const off_t end = lseek(message.descriptors.front().get(), 0, SEEK_END);
-        CHECK(end > 0);
-        received->dmabuf_bytes = static_cast<u64>(end);
+        const off_t dmabuf_end = lseek(message.descriptors.front().get(), 0, SEEK_END);
+        CHECK(dmabuf_end > 0);
+        received->dmabuf_bytes = static_cast<u64>(dmabuf_end);
     }
-    ++received->publications;
+    ++received->publication_count;
 }
 
 // Checks that the borrow request repeats the last publication, without descriptors.
 void record_borrow(const Message& message, ReceivedRequests* received) {
     AgentPublish sizes;
     std::memcpy(&sizes, message.payload.data(), sizeof sizes);
-    const std::string text(message.payload.begin() + sizeof sizes, message.payload.end());
-    CHECK(text == received->name + format_target(received->target));
+    const std::string name_and_target(message.payload.begin() + sizeof sizes, message.payload.end());
+    CHECK(name_and_target == received->name + format_target(received->target));
     CHECK(sizes.share_handle_bytes == 0 && sizes.name_bytes == received->name.size() && message.descriptors.empty());
-    ++received->borrows;
+    ++received->borrow_count;
 }
 
 // An agent that accepts publications and borrows, and records the requests.
@@ -128,7 +128,7 @@ public:
 
 private:
     // Serves each client in its own thread: while this process, a client, waits for its child process, the child must
-    // be served too. The agent ends after publications_max publications.
+    // be served too. The agent ends after publications_max publish requests, including refused ones.
     void serve() {
         std::vector<std::jthread> threads;
         for (;;) {
@@ -159,18 +159,18 @@ private:
         case AgentRequest::publish:
             record_publication(message, &received);
             reply.status = received.reply_status;
-            is_ending_ = received.publications == publications_max;
+            is_ending_ = received.publication_count == publications_max;
             break;
         case AgentRequest::borrow:
             record_borrow(message, &received);
             reply.status = received.reply_status;
             break;
         case AgentRequest::return_borrowed:
-            ++received.returned_borrows;
+            ++received.returned_borrow_count;
             break;
         default:
             CHECK(static_cast<AgentRequest>(message.header.type) == AgentRequest::unpublish);
-            ++received.unpublications;
+            ++received.unpublish_count;
         }
         std::memcpy(bytes.data(), &reply, sizeof reply);
         CHECK(send(client, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
@@ -213,23 +213,25 @@ struct Access {
 
 // Allocates two chunks of VMM memory and maps them at adjacent addresses.
 u64 map_chunks() {
+    // CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CU_MEM_LOCATION_TYPE_DEVICE 0, and the
+    // flag gpuDirectRDMACapable.
     const AllocationProperties properties{1, 1, {1, 0}, nullptr, 0, 1, 0, {}};
     u64 base = 0;
     CHECK_EQUAL(call_cuda("cuMemAddressReserve", &base, 2 * chunk_bytes, u64{0}, u64{0}, u64{0}), 0);
-    for (u64 chunk = base; chunk < base + 2 * chunk_bytes; chunk += chunk_bytes) {
-        u64 handle = 0;
-        CHECK_EQUAL(call_cuda("cuMemCreate", &handle, chunk_bytes, &properties, u64{0}), 0);
-        CHECK_EQUAL(call_cuda("cuMemMap", chunk, chunk_bytes, u64{0}, handle, u64{0}), 0);
-        CHECK_EQUAL(call_cuda("cuMemRelease", handle), 0);
+    for (u64 chunk_address = base; chunk_address < base + 2 * chunk_bytes; chunk_address += chunk_bytes) {
+        u64 allocation_handle = 0;
+        CHECK_EQUAL(call_cuda("cuMemCreate", &allocation_handle, chunk_bytes, &properties, u64{0}), 0);
+        CHECK_EQUAL(call_cuda("cuMemMap", chunk_address, chunk_bytes, u64{0}, allocation_handle, u64{0}), 0);
+        CHECK_EQUAL(call_cuda("cuMemRelease", allocation_handle), 0);
     }
-    const Access access{{1, 0}, 3};
+    const Access access{{1, 0}, 3}; // Device 0 may read and write (CU_MEM_ACCESS_FLAGS_PROT_READWRITE).
     CHECK_EQUAL(call_cuda("cuMemSetAccess", base, 2 * chunk_bytes, &access, u64{1}), 0);
     return base;
 }
 
 void unmap_chunks(u64 base) {
-    for (u64 chunk = base; chunk < base + 2 * chunk_bytes; chunk += chunk_bytes) {
-        CHECK_EQUAL(call_cuda("cuMemUnmap", chunk, chunk_bytes), 0);
+    for (u64 chunk_address = base; chunk_address < base + 2 * chunk_bytes; chunk_address += chunk_bytes) {
+        CHECK_EQUAL(call_cuda("cuMemUnmap", chunk_address, chunk_bytes), 0);
     }
     CHECK_EQUAL(call_cuda("cuMemAddressFree", base, 2 * chunk_bytes), 0);
 }
@@ -252,8 +254,8 @@ int run_as_peer(const std::string& action, const char* mount, const std::string&
 
 } // namespace
 
-int main(int count, char** arguments) {
-    if (count == 6) {
+int main(int argument_count, char** arguments) {
+    if (argument_count == 6) { // This is the second process, which run_peer() started with five arguments.
         return run_as_peer(arguments[1], arguments[2], arguments[3], std::stoul(arguments[4]), std::stoi(arguments[5]));
     }
     const std::uint8_t id[16] = {1, 2, 3};
@@ -279,15 +281,15 @@ int main(int count, char** arguments) {
     // A process that opens or imports the iov sends a request to borrow it, and ends the borrow when it destroys the
     // iov. If the agent refuses the request, the call fails with the agent's error.
     const std::string id_text = format_hex(iov.id, 16), size_text = "70001";
-    std::filesystem::create_symlink(format_target(agent.received.target), mount.iovs() / agent.received.name);
+    std::filesystem::create_symlink(format_target(agent.received.target), mount.iovs_folder() / agent.received.name);
     hf3fs_gpu_ipc_handle_t exported_handle{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &exported_handle), 0);
     CHECK_EQUAL(run_peer({"open", mount.path(), id_text, size_text, "0"}), 0);
-    CHECK(agent.received.borrows == 1 && agent.received.returned_borrows == 1);
+    CHECK(agent.received.borrow_count == 1 && agent.received.returned_borrow_count == 1);
     CHECK_EQUAL(
         run_peer({"import", mount.path(), format_hex(exported_handle.data, sizeof exported_handle), size_text, "0"}),
         0);
-    CHECK(agent.received.borrows == 2 && agent.received.returned_borrows == 2);
+    CHECK(agent.received.borrow_count == 2 && agent.received.returned_borrow_count == 2);
     agent.received.reply_status = EACCES;
     const std::string eacces = std::to_string(-EACCES);
     CHECK_EQUAL(run_peer({"open", mount.path(), id_text, size_text, eacces}), 0);
@@ -295,28 +297,28 @@ int main(int count, char** arguments) {
         run_peer({"import", mount.path(), format_hex(exported_handle.data, sizeof exported_handle), size_text, eacces}),
         0);
     agent.received.reply_status = 0;
-    CHECK(agent.received.borrows == 4 && agent.received.returned_borrows == 2);
-    std::filesystem::remove(mount.iovs() / agent.received.name);
+    CHECK(agent.received.borrow_count == 4 && agent.received.returned_borrow_count == 2);
+    std::filesystem::remove(mount.iovs_folder() / agent.received.name);
     hf3fs_iovunlink_gpu(&iov);
-    CHECK_EQUAL(agent.received.unpublications.load(), 1);
+    CHECK_EQUAL(agent.received.unpublish_count.load(), 1);
     hf3fs_iovdestroy_gpu(&iov);
-    CHECK_EQUAL(agent.received.unpublications.load(), 1);
+    CHECK_EQUAL(agent.received.unpublish_count.load(), 1);
     // Wrapped memory is inside an allocation, and begins and ends within a page.
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory + 4099), id, mount.path(), 10'000, 0, 0), 0);
     check_dmabuf(agent.received, memory + 4099, 10'000);
     CHECK(agent.received.target.ipc.has_value() && agent.received.target.offset_bytes >= 4099);
     CHECK(agent.received.dmabuf_bytes <= 16384);
     hf3fs_iovdestroy(&iov);
-    CHECK(iov.base == nullptr && agent.received.unpublications == 2);
+    CHECK(iov.base == nullptr && agent.received.unpublish_count == 2);
     // Memory that extends over two VMM chunks is published only by its dma-buf, so the target ends in /dmabuf.
     CHECK_EQUAL(hf3fs_iovwrap_device(&iov, to_pointer(chunks + 513), id, mount.path(), chunk_bytes, 0, 0), 0);
     check_dmabuf(agent.received, chunks + 513, chunk_bytes);
     CHECK(!agent.received.target.ipc && agent.received.target.offset_bytes == 513);
     CHECK(format_target(agent.received.target).ends_with("/dmabuf"));
     hf3fs_gpu_ipc_handle_t handle{};
-    gdrkit_share_handle_t share{};
+    gdrkit_share_handle_t share_handle{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &handle), -EINVAL);
-    CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share), -ENOTSUP);
+    CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share_handle), -ENOTSUP);
     CHECK_EQUAL(hf3fs_iovsync(&iov, 0), 0);
     hf3fs_iovdestroy_gpu(&iov);
     // If the agent refuses the publication, the function returns the agent's error and changes nothing.
@@ -325,11 +327,11 @@ int main(int count, char** arguments) {
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 4096, 0, 0), -EOPNOTSUPP);
     CHECK(std::memcmp(&iov, &iov_before, sizeof iov) == 0);
     agent.received.reply_status = 0;
-    // The agent ends after this publication. Its memory regions end with it, so the iov can be destroyed.
+    // The agent ends after this publication. The memory regions of an agent end with it, so the iov can be destroyed.
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory), id, mount.path(), 1 << 20, 0, 0), 0);
-    CHECK_EQUAL(agent.received.publications.load(), RecordingAgent::publications_max);
+    CHECK_EQUAL(agent.received.publication_count.load(), RecordingAgent::publications_max);
     hf3fs_iovdestroy_gpu(&iov);
-    CHECK(iov.base == nullptr && agent.received.unpublications == 3);
+    CHECK(iov.base == nullptr && agent.received.unpublish_count == 3);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 4096, 0, 0), -EREMOTEIO);
     release(memory);
     unmap_chunks(chunks);

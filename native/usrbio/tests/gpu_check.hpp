@@ -87,33 +87,33 @@ inline std::vector<std::uint8_t> copy_from_device(u64 source, std::size_t length
 
 inline bool has_sync_memops(u64 pointer) {
     constexpr int sync_memops = 6; // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
-    unsigned value = 0;
-    CHECK_EQUAL(call_cuda("cuPointerGetAttribute", static_cast<void*>(&value), sync_memops, pointer), 0);
-    return value != 0;
+    unsigned is_enabled = 0;
+    CHECK_EQUAL(call_cuda("cuPointerGetAttribute", static_cast<void*>(&is_enabled), sync_memops, pointer), 0);
+    return is_enabled != 0;
 }
 
 // A temporary folder with the layout of a 3FS mount. No agent serves it.
 class Mount {
 public:
     Mount() {
-        char name[] = "/tmp/usrbio-gpu-XXXXXX";
-        CHECK(mkdtemp(name) != nullptr);
-        path_ = name;
-        std::filesystem::create_directories(iovs());
+        char path_template[] = "/tmp/usrbio-gpu-XXXXXX";
+        CHECK(mkdtemp(path_template) != nullptr);
+        path_ = path_template;
+        std::filesystem::create_directories(iovs_folder());
     }
     Mount(const Mount&) = delete;
     Mount& operator=(const Mount&) = delete;
     ~Mount() { std::filesystem::remove_all(path_); }
     [[nodiscard]] const char* path() const { return path_.c_str(); }
     // The folder in which the client library creates one symbolic link for each iov.
-    [[nodiscard]] std::filesystem::path iovs() const { return std::filesystem::path(path_) / "3fs-virt/iovs"; }
+    [[nodiscard]] std::filesystem::path iovs_folder() const { return std::filesystem::path(path_) / "3fs-virt/iovs"; }
     [[nodiscard]] std::size_t count_links() const {
         return static_cast<std::size_t>(
-            std::distance(std::filesystem::directory_iterator(iovs()), std::filesystem::directory_iterator()));
+            std::distance(std::filesystem::directory_iterator(iovs_folder()), std::filesystem::directory_iterator()));
     }
     [[nodiscard]] std::filesystem::path get_only_link() const {
         CHECK_EQUAL(count_links(), std::size_t{1});
-        return std::filesystem::directory_iterator(iovs())->path();
+        return std::filesystem::directory_iterator(iovs_folder())->path();
     }
 
 private:
@@ -139,8 +139,8 @@ inline std::vector<std::uint8_t> parse_hex(const std::string& text) {
     return bytes;
 }
 
-// Runs this program again, with these arguments, as a second process. It needs exec, because a forked child cannot use
-// the CUDA driver of its parent. Returns the exit status, or 128 + the signal that killed the process.
+// Runs this program again, with these arguments, as a second process. A fork alone would not suffice, because a forked
+// child cannot use the CUDA driver of its parent. Returns the exit status, or 128 + the signal that killed the process.
 inline int run_peer(std::vector<std::string> arguments) {
     std::fflush(nullptr);
     const pid_t child = fork();
@@ -159,21 +159,21 @@ inline int run_peer(std::vector<std::string> arguments) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// Writes the file `folder`/reach, from which the client library learns whether a NIC has moved bytes to and from a
-// device.
+// Writes the file `folder`/reach with the permissions `mode`. The client library reads there whether a NIC has moved
+// bytes to and from a device.
 inline void store_reach(const std::string& folder, int device, bool has_moved, mode_t mode = 0600) {
     std::uint8_t uuid[16];
     CHECK_EQUAL(call_cuda("cuInit", 0U), 0);
     CHECK_EQUAL(call_cuda("cuDeviceGetUuid", static_cast<void*>(uuid), device), 0);
-    const std::string name = format_hex(uuid, 4) + '-' + format_hex(uuid + 4, 2) + '-' + format_hex(uuid + 6, 2) + '-' +
-                             format_hex(uuid + 8, 2) + '-' + format_hex(uuid + 10, 6);
-    const std::string text = "gdrkit-reach 1\ngpu=GPU-another nic=twin0 moved=yes state=unproven\ngpu=GPU-" + name +
-                             " nic=twin0 moved=" + (has_moved ? "yes" : "no") + " state=unproven\n";
+    const std::string uuid_text = format_hex(uuid, 4) + '-' + format_hex(uuid + 4, 2) + '-' + format_hex(uuid + 6, 2) +
+                                  '-' + format_hex(uuid + 8, 2) + '-' + format_hex(uuid + 10, 6);
+    const std::string text = "gdrkit-reach 1\ngpu=GPU-another nic=twin0 moved=yes state=unproven\ngpu=GPU-" +
+                             uuid_text + " nic=twin0 moved=" + (has_moved ? "yes" : "no") + " state=unproven\n";
     CHECK(mkdir(folder.c_str(), 0700) == 0 || errno == EEXIST);
     const std::string path = folder + "/reach";
-    const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-    CHECK(write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size()));
-    CHECK(fchmod(file, mode) == 0 && close(file) == 0);
+    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    CHECK(write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size()));
+    CHECK(fchmod(fd, mode) == 0 && close(fd) == 0);
 }
 
 } // namespace gdrkit::usrbio::test

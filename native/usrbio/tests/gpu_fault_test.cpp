@@ -25,25 +25,25 @@ std::size_t count_links(const char* mount) {
 // The main function of the second process, whose driver fails once. The first call of the library returns
 // `expected_result`, and later calls succeed. Each iov needs more than half of the device memory, so leaked memory
 // makes the next creation fail.
-int run_as_peer(const std::string& action, const char* mount, std::size_t bytes, int expected_result) {
+int run_as_peer(const std::string& action, const char* mount, std::size_t iov_bytes, int expected_result) {
     hf3fs_iov iov{};
-    const hf3fs_iov zero{};
+    const hf3fs_iov zero_iov{};
     if (action == "create") {
-        CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), expected_result);
-        CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
+        CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, iov_bytes, 0, 0), expected_result);
+        CHECK(std::memcmp(&iov, &zero_iov, sizeof iov) == 0);
         CHECK_EQUAL(count_links(mount), std::size_t{0});
         if (expected_result == -ENOTSUP && !hf3fs_gdr_available()) {
-            return 0;
+            return 0; // cuInit() failed, and the library does not call it again in this process.
         }
     }
     for (std::size_t round = 0, descriptors_before = 0; round < 2; ++round) {
-        CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), 0);
+        CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, iov_bytes, 0, 0), 0);
         if (action == "synchronize" && round == 0) {
             CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), expected_result);
         }
         CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), 0);
         hf3fs_iovdestroy_gpu(&iov);
-        CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
+        CHECK(std::memcmp(&iov, &zero_iov, sizeof iov) == 0);
         CHECK_EQUAL(count_links(mount), std::size_t{0});
         CHECK(round == 0 || count_open_descriptors() == descriptors_before);
         descriptors_before = count_open_descriptors();
@@ -81,23 +81,24 @@ constexpr Fault faults[] = {
 
 } // namespace
 
-int main(int count, char** arguments) {
-    if (count == 5) {
+int main(int argument_count, char** arguments) {
+    if (argument_count == 5) { // This is the second process, which run_peer() started with four arguments.
         return run_as_peer(arguments[1], arguments[2], std::stoul(arguments[3]), std::stoi(arguments[4]));
     }
     const Mount mount;
     use_device(0);
     u64 free_bytes = 0, total_bytes = 0;
     CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free_bytes, &total_bytes), 0);
-    const std::string bytes = std::to_string(free_bytes / 10 * 6);
-    const std::string plan = std::string(mount.path()) + "/plan";
-    const std::string state = std::string(mount.path()) + "/state";
-    store_reach(state, 0, true);
-    CHECK_EQUAL(setenv("GDRKIT_STATE", state.c_str(), 1), 0);
+    const std::string iov_bytes_text = std::to_string(free_bytes / 10 * 6);
+    const std::string plan_path = std::string(mount.path()) + "/plan";
+    const std::string state_folder = std::string(mount.path()) + "/state";
+    store_reach(state_folder, 0, true);
+    CHECK_EQUAL(setenv("GDRKIT_STATE", state_folder.c_str(), 1), 0);
     for (const Fault& fault : faults) {
-        std::ofstream(plan) << "gdrkit-faults 1\n" << fault.call << " call=1 status=" << fault.status << "\n";
-        CHECK_EQUAL(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1), 0);
-        const int exit_status = run_peer({fault.action, mount.path(), bytes, std::to_string(fault.expected_result)});
+        std::ofstream(plan_path) << "gdrkit-faults 1\n" << fault.call << " call=1 status=" << fault.status << "\n";
+        CHECK_EQUAL(setenv("GDRKIT_TWINS_FAULTS", plan_path.c_str(), 1), 0);
+        const int exit_status =
+            run_peer({fault.action, mount.path(), iov_bytes_text, std::to_string(fault.expected_result)});
         if (exit_status != 0) {
             std::fprintf(stderr, "%s with %s = %d: the second process exited with %d\n", fault.action, fault.call,
                          fault.status, exit_status);

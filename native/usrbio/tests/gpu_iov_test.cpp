@@ -21,8 +21,8 @@ std::array<std::uint8_t, 16> make_id(unsigned seed) {
 }
 
 bool is_zero(const hf3fs_iov& iov) {
-    const hf3fs_iov zero{};
-    return std::memcmp(&iov, &zero, sizeof iov) == 0;
+    const hf3fs_iov zero_iov{};
+    return std::memcmp(&iov, &zero_iov, sizeof iov) == 0;
 }
 
 void test_create_publishes_and_destroy_releases_everything() {
@@ -41,11 +41,12 @@ void test_create_publishes_and_destroy_releases_everything() {
         CHECK_EQUAL(hf3fs_iov_mem_type(&iov), HF3FS_MEM_DEVICE);
         const auto address = reinterpret_cast<u64>(iov.base);
         CHECK(has_sync_memops(address));
-        const fs::path link = mount.get_only_link();
-        const auto name = parse_gpu_link_name(link.filename().native());
-        CHECK(name.has_value() && name->owner_device == 0 && std::memcmp(name->id.data(), iov.id, 16) == 0);
-        CHECK((iov.id[6] & 0xf0) == 0x40);
-        const auto target = parse_target(fs::read_symlink(link).native());
+        const fs::path link_path = mount.get_only_link();
+        const auto link_name = parse_gpu_link_name(link_path.filename().native());
+        CHECK(link_name.has_value() && link_name->owner_device == 0 &&
+              std::memcmp(link_name->id.data(), iov.id, 16) == 0);
+        CHECK((iov.id[6] & 0xf0) == 0x40); // The id is a random UUID (version 4).
+        const auto target = parse_target(fs::read_symlink(link_path).native());
         CHECK(target.has_value() && target->ipc.has_value());
         CHECK(target->device == 0 && target->offset_bytes == 0 && target->size_bytes == 100'001);
         CHECK(target->allocation_bytes >= 100'001);
@@ -57,6 +58,7 @@ void test_create_publishes_and_destroy_releases_everything() {
         hf3fs_iovdestroy_gpu(&iov);
         CHECK(is_zero(iov));
         CHECK_EQUAL(mount.count_links(), std::size_t{0});
+        // A copy of a destroyed iov is not a GPU iov, and destroying it changes nothing.
         CHECK(!hf3fs_iov_is_gpu(&iov_copy) && hf3fs_iov_gpu_device(&iov_copy) == -1);
         hf3fs_iov stale_iov = iov_copy;
         hf3fs_iovdestroy_gpu(&stale_iov);
@@ -69,10 +71,10 @@ void test_create_publishes_and_destroy_releases_everything() {
 void test_current_context_is_preserved() {
     const Mount mount;
     void* const previous_context = use_device(0);
-    int count = 0;
-    CHECK_EQUAL(call_cuda("cuDeviceGetCount", &count), 0);
+    int device_count = 0;
+    CHECK_EQUAL(call_cuda("cuDeviceGetCount", &device_count), 0);
     hf3fs_iov iov{};
-    CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, count - 1), 0);
+    CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, device_count - 1), 0);
     CHECK(get_current_context() == previous_context);
     CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 1), 0);
     CHECK(get_current_context() == previous_context);
@@ -90,10 +92,10 @@ void test_current_context_is_preserved() {
 
 void test_invalid_arguments_have_error_codes() {
     const Mount mount;
-    const std::string too_long(256, 'm');
-    int count = 0;
+    const std::string too_long_mount(256, 'm');
+    int device_count = 0;
     use_device(0);
-    CHECK_EQUAL(call_cuda("cuDeviceGetCount", &count), 0);
+    CHECK_EQUAL(call_cuda("cuDeviceGetCount", &device_count), 0);
     hf3fs_iov iov{};
     iov.numa = 77;
     const hf3fs_iov iov_before = iov;
@@ -101,10 +103,10 @@ void test_invalid_arguments_have_error_codes() {
     CHECK_EQUAL(hf3fs_iovcreate_gpu(nullptr, mount.path(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, nullptr, mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, "", mib, 0, 0), -EINVAL);
-    CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, too_long.c_str(), mib, 0, 0), -EINVAL);
+    CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, too_long_mount.c_str(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 0, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, -1), -ENODEV);
-    CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, count), -ENODEV);
+    CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, device_count), -ENODEV);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), u64{1} << 60, 0, 0), -ENOMEM);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), SIZE_MAX, 0, 0), -ENOMEM);
     CHECK_EQUAL(hf3fs_iovcreate_device(&iov, mount.path(), mib, 4096, 0), -EINVAL);
@@ -114,7 +116,7 @@ void test_invalid_arguments_have_error_codes() {
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, nullptr, mount.path(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, id.data(), mount.path(), 0, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, id.data(), mount.path(), SIZE_MAX, 0, 0), -EINVAL);
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, id.data(), mount.path(), mib, 0, count), -ENODEV);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, id.data(), mount.path(), mib, 0, device_count), -ENODEV);
     CHECK_EQUAL(hf3fs_iovwrap_device(&iov, pointer, id.data(), mount.path(), mib, 1, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory + 1), id.data(), mount.path(), 64 * mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovopen_gpu(&iov, nullptr, mount.path(), mib, 0, 0), -EINVAL);
@@ -135,18 +137,18 @@ void test_invalid_arguments_have_error_codes() {
 }
 
 void test_other_structs_are_ignored() {
-    hf3fs_iov zero{};
-    hf3fs_iov invalid{};
-    invalid.iovh = &invalid;
-    invalid.numa = -0x6472;
-    for (hf3fs_iov* const iov : {static_cast<hf3fs_iov*>(nullptr), &zero, &invalid}) {
+    hf3fs_iov zero_iov{};
+    hf3fs_iov invalid_iov{}; // The library has not written these values.
+    invalid_iov.iovh = &invalid_iov;
+    invalid_iov.numa = -0x6472;
+    for (hf3fs_iov* const iov : {static_cast<hf3fs_iov*>(nullptr), &zero_iov, &invalid_iov}) {
         hf3fs_iovunlink_gpu(iov);
         hf3fs_iovdestroy_gpu(iov);
         CHECK(!hf3fs_iov_is_gpu(iov) && hf3fs_iov_gpu_device(iov) == -1);
         CHECK_EQUAL(hf3fs_iov_mem_type(iov), HF3FS_MEM_HOST);
     }
-    CHECK_EQUAL(hf3fs_iovsync(&zero, 0), 0);
-    CHECK_EQUAL(hf3fs_iovsync(&zero, 2), -EINVAL);
+    CHECK_EQUAL(hf3fs_iovsync(&zero_iov, 0), 0);
+    CHECK_EQUAL(hf3fs_iovsync(&zero_iov, 2), -EINVAL);
     CHECK_EQUAL(hf3fs_iovsync(nullptr, 0), -EINVAL);
 }
 
@@ -168,7 +170,7 @@ void test_memory_of_host_or_other_device_is_refused() {
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, host_memory.data(), id.data(), mount.path(), host_memory.size(), 0, 0),
                 -EINVAL);
     u64 managed_memory = 0;
-    CHECK_EQUAL(call_cuda("cuMemAllocManaged", &managed_memory, u64{65536}, 1U), 0);
+    CHECK_EQUAL(call_cuda("cuMemAllocManaged", &managed_memory, u64{65536}, 1U), 0); // CU_MEM_ATTACH_GLOBAL
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(managed_memory), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
     release(managed_memory);
     void* pinned_memory = nullptr;
@@ -178,9 +180,9 @@ void test_memory_of_host_or_other_device_is_refused() {
     const u64 freed_memory = allocate(mib);
     release(freed_memory);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(freed_memory), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
-    int count = 0;
-    CHECK_EQUAL(call_cuda("cuDeviceGetCount", &count), 0);
-    if (count > 1) {
+    int device_count = 0;
+    CHECK_EQUAL(call_cuda("cuDeviceGetCount", &device_count), 0);
+    if (device_count > 1) {
         const u64 memory = allocate(mib);
         CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory), id.data(), mount.path(), mib, 0, 1), -EINVAL);
         release(memory);
@@ -201,14 +203,16 @@ void test_wrapped_memory_belongs_to_its_owner() {
     CHECK(is_zero(duplicate_iov));
     CHECK_EQUAL(hf3fs_iovwrap_device(&second_iov, to_pointer(memory + 4099), other_id.data(), mount.path(), 1000, 0, 0),
                 0);
-    const auto target = parse_target(fs::read_symlink(mount.iovs() / make_gpu_link_name(other_id.data(), 0)).native());
+    const auto target =
+        parse_target(fs::read_symlink(mount.iovs_folder() / make_gpu_link_name(other_id.data(), 0)).native());
     CHECK(target.has_value() && target->offset_bytes >= 4099 && target->size_bytes == 1000);
-    // The handle without an offset refuses memory inside an allocation.
+    // hf3fs_gpu_ipc_handle_t contains no offset, so memory that begins inside its allocation cannot be exported with
+    // it.
     hf3fs_gpu_ipc_handle_t handle{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&second_iov, &handle), -EINVAL);
     CHECK_EQUAL(hf3fs_iov_export_gpu(&first_iov, nullptr), -EINVAL);
-    gdrkit_share_handle_t share{};
-    CHECK_EQUAL(gdrkit_iov_export_share(&second_iov, &share), 0);
+    gdrkit_share_handle_t share_handle{};
+    CHECK_EQUAL(gdrkit_iov_export_share(&second_iov, &share_handle), 0);
     // Destroying one iov does not affect the other, nor the memory.
     hf3fs_iovdestroy_gpu(&first_iov);
     CHECK_EQUAL(mount.count_links(), std::size_t{1});
@@ -222,15 +226,15 @@ void test_replaced_link_stays() {
     const Mount mount;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
-    const fs::path link = mount.get_only_link();
+    const fs::path link_path = mount.get_only_link();
     hf3fs_iovunlink_gpu(&iov);
     CHECK_EQUAL(mount.count_links(), std::size_t{0});
     CHECK(hf3fs_iov_is_gpu(&iov));
-    fs::create_symlink("another process's", link);
+    fs::create_symlink("another process's", link_path);
     hf3fs_iovunlink_gpu(&iov);
     hf3fs_iovdestroy_gpu(&iov);
     CHECK(is_zero(iov));
-    CHECK(fs::read_symlink(link) == "another process's");
+    CHECK(fs::read_symlink(link_path) == "another process's");
 }
 
 void test_undeletable_link_keeps_the_iov() {
@@ -240,14 +244,14 @@ void test_undeletable_link_keeps_the_iov() {
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
     const auto address = reinterpret_cast<u64>(iov.base);
     // Replace the link by a folder: unlink(2) then fails with EISDIR for every user.
-    const fs::path link = mount.get_only_link();
-    fs::remove(link);
-    fs::create_directory(link);
+    const fs::path link_path = mount.get_only_link();
+    fs::remove(link_path);
+    fs::create_directory(link_path);
     hf3fs_iovdestroy_gpu(&iov);
     CHECK(hf3fs_iov_is_gpu(&iov) && reinterpret_cast<u64>(iov.base) == address);
     copy_to_device(address, make_pattern(mib, 1));
     CHECK(copy_from_device(address, mib) == make_pattern(mib, 1));
-    fs::remove(link);
+    fs::remove(link_path);
     hf3fs_iovdestroy_gpu(&iov);
     CHECK(is_zero(iov));
 }
@@ -290,14 +294,14 @@ void test_forked_child_removes_nothing() {
 
 void test_device_is_available_after_a_nic_moved_bytes() {
     const Mount mount;
-    const std::string folder = std::string(mount.path()) + "/state";
-    CHECK_EQUAL(setenv("GDRKIT_STATE", folder.c_str(), 1), 0);
+    const std::string state_folder = std::string(mount.path()) + "/state";
+    CHECK_EQUAL(setenv("GDRKIT_STATE", state_folder.c_str(), 1), 0);
     CHECK(!hf3fs_gdr_available() && hf3fs_gdr_device_count() == 0);
-    store_reach(folder, 0, false);
+    store_reach(state_folder, 0, false);
     CHECK(!hf3fs_gdr_available() && hf3fs_gdr_device_count() == 0);
-    store_reach(folder, 0, true, 0666); // Another user may have written the file.
+    store_reach(state_folder, 0, true, 0666); // Another user may have written the file.
     CHECK(!hf3fs_gdr_available());
-    store_reach(folder, 0, true);
+    store_reach(state_folder, 0, true);
     CHECK(hf3fs_gdr_available());
     CHECK_EQUAL(hf3fs_gdr_device_count(), 1);
     CHECK_EQUAL(unsetenv("GDRKIT_STATE"), 0);

@@ -1,5 +1,5 @@
-// Tests of names and targets of the links of GPU iovs (gpu_target.hpp). Each has only one spelling, and the parser
-// refuses every other text.
+// Tests of names and targets of the links of GPU iovs (gpu_target.hpp). Each name and each target has only one
+// spelling, and the parser refuses every other text.
 #include "usrbio/client/gpu_target.hpp"
 
 #include <algorithm>
@@ -11,11 +11,11 @@ namespace {
 
 using namespace gdrkit::usrbio;
 
-const std::string digits(128, 'a');
+const std::string ipc_digits(128, 'a');
 
 // Returns a valid target in which `old_text` is replaced by `new_text`.
 std::string replace_in_target(const std::string& old_text, const std::string& new_text) {
-    std::string text = "gdr://v2/device/1/allocation/65536/offset/512/size/4096/ipc/" + digits;
+    std::string text = "gdr://v2/device/1/allocation/65536/offset/512/size/4096/ipc/" + ipc_digits;
     const auto position = text.find(old_text);
     CHECK(position != std::string::npos);
     return text.replace(position, old_text.size(), new_text);
@@ -65,14 +65,15 @@ void test_malformed_targets_are_refused() {
     check_refused(replace_in_target("size/4096", "size/65025"));
     check_refused(replace_in_target("size/4096", "size/18446744073709551615"));
     check_refused(replace_in_target("offset/512/size/4096", "size/4096/offset/512"));
-    check_refused(replace_in_target("/ipc/" + digits, ""));
-    check_refused(replace_in_target("/ipc/" + digits, "/ipc/" + digits.substr(1)));
-    check_refused(replace_in_target("/ipc/" + digits, "/ipc/" + digits + "a"));
-    check_refused(replace_in_target("/ipc/" + digits, "/ipc/" + digits + "/"));
-    check_refused(replace_in_target("/ipc/" + digits, "/ipc/" + std::string(128, '0')));
-    check_refused(replace_in_target("/ipc/" + digits, "/ipc/" + std::string(128, 'A')));
-    check_refused(replace_in_target("/ipc/" + digits, "/ipc/" + std::string(127, 'a') + "g"));
-    check_refused(replace_in_target("/ipc/" + digits, "/dmabuf/"));
+    check_refused(replace_in_target("/ipc/" + ipc_digits, ""));
+    check_refused(replace_in_target("/ipc/" + ipc_digits, "/ipc/" + ipc_digits.substr(1)));
+    check_refused(replace_in_target("/ipc/" + ipc_digits, "/ipc/" + ipc_digits + "a"));
+    check_refused(replace_in_target("/ipc/" + ipc_digits, "/ipc/" + ipc_digits + "/"));
+    check_refused(replace_in_target("/ipc/" + ipc_digits, "/ipc/" + std::string(128, '0')));
+    check_refused(replace_in_target("/ipc/" + ipc_digits, "/ipc/" + std::string(128, 'A')));
+    check_refused(replace_in_target("/ipc/" + ipc_digits, "/ipc/" + std::string(127, 'a') + "g"));
+    check_refused(replace_in_target("/ipc/" + ipc_digits, "/dmabuf/"));
+    // This target ends in a zero byte.
     check_refused(std::string("gdr://v2/device/1/allocation/65536/offset/512/size/4096/dmabuf\0", 63));
 }
 
@@ -86,12 +87,12 @@ void test_link_names_contain_id_and_device() {
     const auto link_name = parse_gpu_link_name(name);
     CHECK(link_name.has_value() && std::ranges::equal(link_name->id, id) && link_name->owner_device == 3);
     CHECK(make_gpu_link_name(link_name->id.data(), 3) == name);
-    for (const char* const malformed :
+    for (const char* const malformed_name :
          {"", "01112131-4151-6171-8191-a1b1c1d1e1f1", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d",
           "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d-1", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d99999999999",
           "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d3.b4096", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d03",
           "01112131415161718191a1b1c1d1e1f1.gdr.d3", "01112131-4151-6171-8191-A1b1c1d1e1f1.gdr.d3"}) {
-        CHECK(!parse_gpu_link_name(malformed));
+        CHECK(!parse_gpu_link_name(malformed_name));
     }
 }
 

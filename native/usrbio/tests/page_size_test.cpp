@@ -61,26 +61,27 @@ void test_handle_addresses_are_page_aligned() {
 }
 
 void test_bus_guard_replaces_a_whole_page() {
-    const auto reserved =
+    const auto reserved_memory =
         mmap(nullptr, 3 * large_page_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    CHECK(reserved != MAP_FAILED);
-    const auto aligned = (reinterpret_cast<std::uintptr_t>(reserved) + large_page_bytes - 1) & ~(large_page_bytes - 1);
-    const int file = memfd_create("page_size_test", MFD_CLOEXEC);
-    CHECK(file >= 0 && ftruncate(file, large_page_bytes) == 0);
-    void* memory = mmap(reinterpret_cast<void*>(aligned), large_page_bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_FIXED, file, 0);
+    CHECK(reserved_memory != MAP_FAILED);
+    const auto aligned_address =
+        (reinterpret_cast<std::uintptr_t>(reserved_memory) + large_page_bytes - 1) & ~(large_page_bytes - 1);
+    const int fd = memfd_create("page_size_test", MFD_CLOEXEC);
+    CHECK(fd >= 0 && ftruncate(fd, large_page_bytes) == 0);
+    void* memory = mmap(reinterpret_cast<void*>(aligned_address), large_page_bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_FIXED, fd, 0);
     CHECK(memory != MAP_FAILED);
     auto* bytes = static_cast<volatile unsigned char*>(memory);
     bytes[0] = 1;
     const agent::BusGuard guard(memory, large_page_bytes);
-    CHECK(ftruncate(file, 0) == 0);
+    CHECK(ftruncate(fd, 0) == 0);
     CHECK(bytes[large_page_bytes / 2] == 0 && guard.has_bus_error());
     // Enlarge the file again. The guard has replaced the whole page of 64 KiB, so the mapping does not show the file.
-    CHECK(ftruncate(file, large_page_bytes) == 0);
+    CHECK(ftruncate(fd, large_page_bytes) == 0);
     const unsigned char new_byte = 2;
-    CHECK(pwrite(file, &new_byte, 1, 0) == 1 && pwrite(file, &new_byte, 1, large_page_bytes - 1) == 1);
+    CHECK(pwrite(fd, &new_byte, 1, 0) == 1 && pwrite(fd, &new_byte, 1, large_page_bytes - 1) == 1);
     CHECK(bytes[0] == 0 && bytes[large_page_bytes - 1] == 0);
-    CHECK(munmap(reserved, 3 * large_page_bytes) == 0 && close(file) == 0);
+    CHECK(munmap(reserved_memory, 3 * large_page_bytes) == 0 && close(fd) == 0);
 }
 
 } // namespace

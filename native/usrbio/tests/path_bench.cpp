@@ -2,21 +2,22 @@
 // reads of the same cached file by the kernel, for comparison.
 //
 // Reads of 4 KiB at random offsets with 64 in flight are compared with io_uring. Sequential reads of 1 MiB with 8 in
-// flight are compared with pread by one thread. Both are also compared with the copies of the path alone
-// (bare_copies.hpp). All variants read into the same amount of memory. The variants take turns, round by round, so that
-// other load on the machine affects all of them.
+// flight are compared with pread by one thread. Both kinds of reads are also compared with code that makes only the
+// copies of the path (bare_copies.hpp). All variants read into the same amount of memory. The variants take turns,
+// round by round, so that other load on the machine affects all of them.
 //
 // With --points, the program instead compares reads of the given sizes and depths with reads by io_uring, which keeps
-// as many reads in flight and waits for as many completions at once. In FUSE mode, --peer-file is the file in the
-// store. Before each point, it measures the round trips of a cache line between the two cores of --cores.
+// as many reads in flight and waits for as many completions at once. If FILE is on a FUSE mount of the agent,
+// --peer-file is the same file in the agent's store, which io_uring reads. Before each point, the program measures the
+// round trips of a cache line between the two cores of --cores.
 //
 // path_bench MOUNT FILE [--kind host|device] [--rounds 5] [--ms 200] [--only TURN] [--cores N,N] [--pid NAME=PID]...
 //            [--points BYTES:DEPTH,...] [--peer-file FILE]
 //
 // The program prints one line of JSON for each turn. `cpu_s` has the processor time of this process and of the
 // processes of --pid. It shows the cost of an operation even if other programs also use the processors. After each
-// turn, the program compares the data of the last reads with the file. The copies alone run on the two cores of
-// --cores. Without --cores, they are skipped, and the round trips too.
+// turn, the program compares the data of the last reads with the file. The bare copies run on the two cores of --cores.
+// Without --cores, the bare copies and the round trips are skipped.
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -46,19 +47,20 @@ constexpr std::size_t page_bytes = 4096, small_bytes = 4096, large_bytes = 1UL <
 constexpr unsigned small_depth = 64, large_depth = 8;
 
 struct Settings {
-    std::string mount, file, peer_file, kind = "host", only;
+    std::string mount, file_path, peer_file_path, memory_kind = "host";
+    std::string only_turn; // If not empty, only the turns with this name run.
     int rounds = 5;
     double turn_ms = 200;
     std::vector<int> cores;
     std::vector<std::pair<std::size_t, unsigned>> points; // Sizes in bytes, and depths.
-    std::vector<std::pair<std::string, int>> processes;
+    std::vector<std::pair<std::string, int>> processes;   // Names and process ids.
 };
 
 // Returns the processor time of all current threads of a process, in seconds.
-double read_cpu_s(int process) {
+double read_cpu_s(int pid) {
     double seconds = 0;
     std::error_code error;
-    for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/task", error)) {
+    for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/task", error)) {
         std::uint64_t cpu_ns = 0;
         std::ifstream(task.path() / "schedstat") >> cpu_ns;
         seconds += static_cast<double>(cpu_ns) * 1e-9;
@@ -66,7 +68,7 @@ double read_cpu_s(int process) {
     return seconds;
 }
 
-double read_process_cpu_s() {
+double read_own_cpu_s() {
     rusage used{};
     getrusage(RUSAGE_SELF, &used);
     const auto to_seconds = [](const timeval& time) {
@@ -76,19 +78,20 @@ double read_process_cpu_s() {
 }
 
 // Runs one turn of the variant `name`: repeats `run_step` for the time of a turn, and then calls `end_turn`. Both
-// return a number of completed operations. Prints the number of operations, the time, and the processor time of each
-// process.
+// functions return the number of operations that they completed. Prints the number of operations, the time, and the
+// processor time of each process.
 template <typename Step, typename End>
-void run_turn(const Settings& settings, const char* name, int round, std::size_t bytes, Step run_step, End end_turn) {
-    if (!settings.only.empty() && settings.only != name) {
+void run_turn(const Settings& settings, const char* name, int round, std::size_t operation_bytes, Step run_step,
+              End end_turn) {
+    if (!settings.only_turn.empty() && settings.only_turn != name) {
         return;
     }
-    run_step(); // Warm up.
-    std::vector<double> process_cpu_before;
-    for (const auto& [process_name, process] : settings.processes) {
-        process_cpu_before.push_back(read_cpu_s(process));
+    run_step(); // Warm up. The operations that this step completes are not counted.
+    std::vector<double> process_cpu_s_before;
+    for (const auto& [process_name, pid] : settings.processes) {
+        process_cpu_s_before.push_back(read_cpu_s(pid));
     }
-    const double cpu_before = read_process_cpu_s();
+    const double own_cpu_s_before = read_own_cpu_s();
     const auto begin = Clock::now();
     std::uint64_t completed_count = 0;
     double elapsed_s = 0;
@@ -100,26 +103,27 @@ void run_turn(const Settings& settings, const char* name, int round, std::size_t
     elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
     std::printf("{\"turn\": \"%s\", \"round\": %d, \"bytes\": %zu, \"operations\": %llu, \"passed_s\": %.6f, "
                 "\"cpu_s\": {\"client\": %.6f",
-                name, round, bytes, static_cast<unsigned long long>(completed_count), elapsed_s,
-                read_process_cpu_s() - cpu_before);
-    for (std::size_t index = 0; index < process_cpu_before.size(); ++index) {
-        const auto& [process_name, process] = settings.processes[index];
-        std::printf(", \"%s\": %.6f", process_name.c_str(), read_cpu_s(process) - process_cpu_before[index]);
+                name, round, operation_bytes, static_cast<unsigned long long>(completed_count), elapsed_s,
+                read_own_cpu_s() - own_cpu_s_before);
+    for (std::size_t index = 0; index < process_cpu_s_before.size(); ++index) {
+        const auto& [process_name, pid] = settings.processes[index];
+        std::printf(", \"%s\": %.6f", process_name.c_str(), read_cpu_s(pid) - process_cpu_s_before[index]);
     }
     std::printf("}}\n");
     std::fflush(stdout);
 }
 
 // Measures reads of each size and depth through the path, and the same reads by io_uring, in alternating turns.
-void measure_points(const Settings& settings, const Cuda* cuda, int file, int peer_file, std::uint64_t size) {
+void measure_points(const Settings& settings, const Cuda* cuda, int file_fd, int peer_file_fd,
+                    std::uint64_t file_bytes) {
     std::minstd_rand random(1);
     for (const auto& [bytes, depth] : settings.points) {
-        UsrbioReads path(settings.mount, cuda, file, depth, bytes);
-        UringReads uring(peer_file, depth, bytes);
-        std::uniform_int_distribution<std::uint64_t> blocks(0, size / bytes - 1);
-        const auto next_offset = [&, bytes = bytes] { return blocks(random) * bytes; };
-        const std::string point = std::to_string(bytes) + "_" + std::to_string(depth);
-        const unsigned batch = std::max(depth / 2, 1U);
+        UsrbioReads path_reads(settings.mount, cuda, file_fd, depth, bytes);
+        UringReads uring_reads(peer_file_fd, depth, bytes);
+        std::uniform_int_distribution<std::uint64_t> block_indices(0, file_bytes / bytes - 1);
+        const auto next_offset = [&, bytes = bytes] { return block_indices(random) * bytes; };
+        const std::string point_name = std::to_string(bytes) + "_" + std::to_string(depth);
+        const unsigned completions_min = std::max(depth / 2, 1U); // Number that each wait returns at least.
         if (settings.cores.size() > 1 && settings.cores.front() != settings.cores.back()) {
             RoundTrips round_trips(settings.cores);
             run_turn(
@@ -127,27 +131,28 @@ void measure_points(const Settings& settings, const Cuda* cuda, int file, int pe
                 [] { return 0U; });
         }
         for (int round = 0; round < settings.rounds; ++round) {
-            if (uring.is_available()) {
+            if (uring_reads.is_available()) {
                 run_turn(
-                    settings, ("io_uring_" + point).c_str(), round, bytes,
-                    [&] { return uring.run_step(batch, next_offset); }, [&] { return uring.drain(); });
+                    settings, ("io_uring_" + point_name).c_str(), round, bytes,
+                    [&] { return uring_reads.run_step(completions_min, next_offset); },
+                    [&] { return uring_reads.drain(); });
             }
             run_turn(
-                settings, ("usrbio_" + point).c_str(), round, bytes, [&] { return path.run_step(batch, next_offset); },
-                [&] { return path.drain(); });
-            path.compare();
+                settings, ("usrbio_" + point_name).c_str(), round, bytes,
+                [&] { return path_reads.run_step(completions_min, next_offset); }, [&] { return path_reads.drain(); });
+            path_reads.compare();
         }
     }
 }
 
 // Opens a file for reading, and returns its descriptor and its size.
 std::pair<int, std::uint64_t> open_file(const std::string& path) {
-    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
     struct stat attributes {};
-    if (file < 0 || fstat(file, &attributes) != 0) {
+    if (fd < 0 || fstat(fd, &attributes) != 0) {
         exit_with_errno(path.c_str());
     }
-    return {file, static_cast<std::uint64_t>(attributes.st_size)};
+    return {fd, static_cast<std::uint64_t>(attributes.st_size)};
 }
 
 // Parses BYTES:DEPTH,...
@@ -169,38 +174,40 @@ std::vector<std::pair<std::size_t, unsigned>> parse_points(const std::string& te
     return points;
 }
 
-void measure(const Settings& settings, int file, std::uint64_t size) {
+void measure(const Settings& settings, int file_fd, std::uint64_t file_bytes) {
     std::unique_ptr<Cuda> cuda;
-    if (settings.kind == "device") {
+    if (settings.memory_kind == "device") {
         cuda = std::make_unique<Cuda>();
     }
     if (!settings.points.empty()) {
-        const int peer_file = settings.peer_file.empty() ? file : open_file(settings.peer_file).first;
-        measure_points(settings, cuda.get(), file, peer_file, size);
+        const int peer_file_fd = settings.peer_file_path.empty() ? file_fd : open_file(settings.peer_file_path).first;
+        measure_points(settings, cuda.get(), file_fd, peer_file_fd, file_bytes);
         return;
     }
-    UsrbioReads small(settings.mount, cuda.get(), file, small_depth, small_bytes);
-    UsrbioReads large(settings.mount, cuda.get(), file, large_depth, large_bytes);
-    UringReads uring(file, small_depth, small_bytes);
-    BareCopies bare_small(file, small_depth, small_bytes, settings.cores);
-    BareCopies bare_large(file, large_depth, large_bytes, settings.cores);
+    UsrbioReads small_reads(settings.mount, cuda.get(), file_fd, small_depth, small_bytes);
+    UsrbioReads large_reads(settings.mount, cuda.get(), file_fd, large_depth, large_bytes);
+    UringReads uring_reads(file_fd, small_depth, small_bytes);
+    BareCopies bare_small(file_fd, small_depth, small_bytes, settings.cores);
+    BareCopies bare_large(file_fd, large_depth, large_bytes, settings.cores);
     // Align to a page, because `rep movsb` of some processors is several times slower if only one side is aligned.
     const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(page_bytes, large_depth * large_bytes),
                                                              &std::free);
     unsigned buffer_index = 0;
     std::minstd_rand random(1);
-    std::uniform_int_distribution<std::uint64_t> blocks(0, size / small_bytes - 1);
-    std::uint64_t next_offset = 0;
-    const auto random_offset = [&] { return blocks(random) * small_bytes; };
+    std::uniform_int_distribution<std::uint64_t> block_indices(0, file_bytes / small_bytes - 1);
+    std::uint64_t next_sequential_offset = 0;
+    const auto random_offset = [&] { return block_indices(random) * small_bytes; };
     const auto sequential_offset = [&] {
-        return std::exchange(next_offset, next_offset + 2 * large_bytes > size ? 0 : next_offset + large_bytes);
+        return std::exchange(next_sequential_offset, next_sequential_offset + 2 * large_bytes > file_bytes
+                                                         ? 0
+                                                         : next_sequential_offset + large_bytes);
     };
     const auto end_at_once = [] { return 0U; };
     for (int round = 0; round < settings.rounds; ++round) {
         const auto pread_step = [&] {
             auto* const destination =
                 static_cast<std::uint8_t*>(memory.get()) + buffer_index++ % large_depth * large_bytes;
-            if (pread(file, destination, large_bytes, static_cast<off_t>(sequential_offset())) !=
+            if (pread(file_fd, destination, large_bytes, static_cast<off_t>(sequential_offset())) !=
                 ssize_t{large_bytes}) {
                 exit_with_errno("pread");
             }
@@ -209,23 +216,25 @@ void measure(const Settings& settings, int file, std::uint64_t size) {
         run_turn(settings, "pread", round, large_bytes, pread_step, end_at_once);
         run_turn(
             settings, "path_large", round, large_bytes,
-            [&] { return large.run_step(large_depth / 2, sequential_offset); }, [&] { return large.drain(); });
-        large.compare();
+            [&] { return large_reads.run_step(large_depth / 2, sequential_offset); },
+            [&] { return large_reads.drain(); });
+        large_reads.compare();
         if (bare_large.is_available()) {
             run_turn(
                 settings, "bare_large", round, large_bytes, [&] { return bare_large.run_step(sequential_offset); },
                 [&] { return bare_large.end_turn(); });
             bare_large.compare();
         }
-        if (uring.is_available()) {
+        if (uring_reads.is_available()) {
             run_turn(
                 settings, "io_uring", round, small_bytes,
-                [&] { return uring.run_step(small_depth / 2, random_offset); }, [&] { return uring.drain(); });
+                [&] { return uring_reads.run_step(small_depth / 2, random_offset); },
+                [&] { return uring_reads.drain(); });
         }
         run_turn(
-            settings, "path_small", round, small_bytes, [&] { return small.run_step(small_depth / 2, random_offset); },
-            [&] { return small.drain(); });
-        small.compare();
+            settings, "path_small", round, small_bytes,
+            [&] { return small_reads.run_step(small_depth / 2, random_offset); }, [&] { return small_reads.drain(); });
+        small_reads.compare();
         if (bare_small.is_available()) {
             run_turn(
                 settings, "bare_small", round, small_bytes, [&] { return bare_small.run_step(random_offset); },
@@ -237,8 +246,8 @@ void measure(const Settings& settings, int file, std::uint64_t size) {
 
 } // namespace
 
-int main(int count, char** arguments) {
-    if (count < 3 || count % 2 == 0) {
+int main(int argument_count, char** arguments) {
+    if (argument_count < 3 || argument_count % 2 == 0) {
         std::fprintf(stderr,
                      "usage: path_bench MOUNT FILE [--kind host|device] [--rounds N] [--ms N] "
                      "[--only TURN] [--cores N,N] [--pid NAME=PID]... [--points BYTES:DEPTH,...] [--peer-file FILE]\n");
@@ -246,21 +255,21 @@ int main(int count, char** arguments) {
     }
     Settings settings;
     settings.mount = arguments[1];
-    settings.file = arguments[2];
-    for (int index = 3; index < count; index += 2) {
+    settings.file_path = arguments[2];
+    for (int index = 3; index < argument_count; index += 2) {
         const std::string option = arguments[index], value = arguments[index + 1];
         if (option == "--kind") {
-            settings.kind = value;
+            settings.memory_kind = value;
         } else if (option == "--rounds") {
             settings.rounds = std::atoi(value.c_str());
         } else if (option == "--ms") {
             settings.turn_ms = std::atof(value.c_str());
         } else if (option == "--only") {
-            settings.only = value;
+            settings.only_turn = value;
         } else if (option == "--points") {
             settings.points = parse_points(value);
         } else if (option == "--peer-file") {
-            settings.peer_file = value;
+            settings.peer_file_path = value;
         } else if (option == "--cores") {
             const std::size_t separator = value.find(',');
             if (separator == std::string::npos) {
@@ -276,14 +285,14 @@ int main(int count, char** arguments) {
             return 2;
         }
     }
-    const auto [file, size] = open_file(settings.file);
-    if (size < large_bytes * large_depth) {
+    const auto [file_fd, file_bytes] = open_file(settings.file_path);
+    if (file_bytes < large_bytes * large_depth) {
         std::fprintf(stderr, "path_bench: %s must have at least %zu bytes, the size of the reads in flight\n",
-                     settings.file.c_str(), large_bytes * large_depth);
+                     settings.file_path.c_str(), large_bytes * large_depth);
         return 1;
     }
-    check_result("hf3fs_reg_fd", std::max(hf3fs_reg_fd(file, 0), 0));
-    measure(settings, file, size);
-    hf3fs_dereg_fd(file);
+    check_result("hf3fs_reg_fd", std::max(hf3fs_reg_fd(file_fd, 0), 0));
+    measure(settings, file_fd, file_bytes);
+    hf3fs_dereg_fd(file_fd);
     return 0;
 }

@@ -19,7 +19,7 @@
 namespace gdrkit::usrbio::bench {
 
 // The ring has twice as many entries as operations in flight. If completions come out of order, an entry of the ring
-// becomes free later than its operation ends.
+// becomes free later than its operation ends. Without spare entries, the ring would then refuse the next operation.
 constexpr unsigned ring_entries_per_operation = 2;
 
 // Exits if `result`, a positive or negative errno that `call` returned, is not 0.
@@ -56,19 +56,20 @@ struct Cuda {
     }
 };
 
-// Reads of `bytes` bytes through the client library and the agent, with `depth` reads in flight.
+// Reads of `read_bytes` bytes through the client library and the agent, with `depth` reads in flight. `cuda` is null
+// for reads into host memory.
 class UsrbioReads {
 public:
-    UsrbioReads(const std::string& mount_path, const Cuda* cuda, int file, unsigned depth, std::size_t bytes)
-        : cuda_(cuda), file_(file), depth_(depth), bytes_(bytes), offsets_(depth) {
+    UsrbioReads(const std::string& mount_path, const Cuda* cuda, int file_fd, unsigned depth, std::size_t read_bytes)
+        : cuda_(cuda), file_fd_(file_fd), depth_(depth), read_bytes_(read_bytes), offsets_(depth) {
         const char* const mount = mount_path.c_str();
-        check_result("hf3fs_iovcreate", cuda != nullptr ? hf3fs_iovcreate_gpu(&iov_, mount, depth * bytes, 0, 0)
-                                                        : hf3fs_iovcreate(&iov_, mount, depth * bytes, 0, -1));
+        check_result("hf3fs_iovcreate", cuda != nullptr ? hf3fs_iovcreate_gpu(&iov_, mount, depth * read_bytes, 0, 0)
+                                                        : hf3fs_iovcreate(&iov_, mount, depth * read_bytes, 0, -1));
         const auto ring_entries = static_cast<int>(depth * ring_entries_per_operation);
         check_result("hf3fs_iorcreate", hf3fs_iorcreate(&ior_, mount, ring_entries, true, 0, -1));
         cqes_.resize(depth);
-        for (unsigned buffer = 0; buffer < depth; ++buffer) {
-            free_buffers_.push_back(buffer);
+        for (unsigned buffer_index = 0; buffer_index < depth; ++buffer_index) {
+            free_buffers_.push_back(buffer_index);
         }
     }
     ~UsrbioReads() {
@@ -83,14 +84,15 @@ public:
     template <typename NextOffset> unsigned run_step(unsigned count_min, NextOffset next_offset) {
         has_started_ = true;
         while (!free_buffers_.empty()) {
-            const unsigned buffer = free_buffers_.back();
+            const unsigned buffer_index = free_buffers_.back();
             free_buffers_.pop_back();
-            offsets_[buffer] = next_offset();
-            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer * bytes_, file_, offsets_[buffer],
-                                            bytes_, reinterpret_cast<const void*>(std::uintptr_t{buffer}));
+            offsets_[buffer_index] = next_offset();
+            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer_index * read_bytes_, file_fd_,
+                                            offsets_[buffer_index], read_bytes_,
+                                            reinterpret_cast<const void*>(std::uintptr_t{buffer_index}));
             // A slow operation also keeps the entries after its own in use; see ring_entries_per_operation.
             if (index == -EAGAIN) {
-                free_buffers_.push_back(buffer);
+                free_buffers_.push_back(buffer_index);
                 break;
             }
             check_result("hf3fs_prep_io", std::min(index, 0));
@@ -111,18 +113,18 @@ public:
         if (!has_started_) {
             return;
         }
-        std::vector<std::uint8_t> host_copy(bytes_), expected(bytes_);
-        for (unsigned buffer = 0; buffer < depth_; ++buffer) {
-            const std::uint8_t* actual_bytes = iov_.base + buffer * bytes_;
+        std::vector<std::uint8_t> host_copy(read_bytes_), expected(read_bytes_);
+        for (unsigned buffer_index = 0; buffer_index < depth_; ++buffer_index) {
+            const std::uint8_t* actual_bytes = iov_.base + buffer_index * read_bytes_;
             if (cuda_ != nullptr) {
                 check_result(
                     "cuMemcpyDtoH",
-                    cuda_->copy_to_host(host_copy.data(), reinterpret_cast<std::uintptr_t>(actual_bytes), bytes_));
+                    cuda_->copy_to_host(host_copy.data(), reinterpret_cast<std::uintptr_t>(actual_bytes), read_bytes_));
                 actual_bytes = host_copy.data();
             }
-            const auto count =
-                static_cast<std::size_t>(pread(file_, expected.data(), bytes_, static_cast<off_t>(offsets_[buffer])));
-            if (count != bytes_ || std::memcmp(actual_bytes, expected.data(), bytes_) != 0) {
+            const auto byte_count = static_cast<std::size_t>(
+                pread(file_fd_, expected.data(), read_bytes_, static_cast<off_t>(offsets_[buffer_index])));
+            if (byte_count != read_bytes_ || std::memcmp(actual_bytes, expected.data(), read_bytes_) != 0) {
                 std::fprintf(stderr, "path_bench: the data of a read differs from the file\n");
                 std::exit(1);
             }
@@ -135,7 +137,7 @@ private:
             hf3fs_wait_for_ios(&ior_, cqes_.data(), static_cast<int>(depth_), static_cast<int>(count_min), nullptr);
         check_result("hf3fs_wait_for_ios", std::min(count, 0));
         for (int index = 0; index < count; ++index) {
-            if (cqes_[static_cast<std::size_t>(index)].result != static_cast<std::int64_t>(bytes_)) {
+            if (cqes_[static_cast<std::size_t>(index)].result != static_cast<std::int64_t>(read_bytes_)) {
                 std::fprintf(stderr, "path_bench: a read failed or was short: result %lld\n",
                              static_cast<long long>(cqes_[static_cast<std::size_t>(index)].result));
                 std::exit(1);
@@ -147,11 +149,11 @@ private:
     }
 
     const Cuda* const cuda_;
-    const int file_;
+    const int file_fd_;
     const unsigned depth_;
-    const std::size_t bytes_;
-    std::vector<std::uint64_t> offsets_;
-    std::vector<unsigned> free_buffers_;
+    const std::size_t read_bytes_;
+    std::vector<std::uint64_t> offsets_; // File offset of the last read into each buffer.
+    std::vector<unsigned> free_buffers_; // Indices of the buffers without a read in flight.
     std::vector<hf3fs_cqe> cqes_;
     hf3fs_iov iov_{};
     hf3fs_ior ior_{};

@@ -2,8 +2,9 @@
 // operations without data.
 //
 // The variants take turns in one run: the C library with an agent in this process, io_uring's NOP, and a minimal loop
-// that uses the memory and the two semaphores of a ring by the protocol of 3FS. Prints one JSON object per line: the
-// CPU time of the client's thread (CLOCK_THREAD_CPUTIME_ID), as the median of the rounds.
+// that uses the memory and the two semaphores of a ring by the protocol of 3FS. For each variant, the program prints
+// one JSON object in a line: the CPU time of the client's thread (CLOCK_THREAD_CPUTIME_ID) for an operation, as the
+// median of the rounds.
 #include "common/spin.hpp"
 #include "test_mount.hpp"
 #include "tests/check.hpp"
@@ -36,8 +37,8 @@ sem_t* as_glibc(Semaphore* semaphore) {
     return reinterpret_cast<sem_t*>(semaphore);
 }
 
-constexpr unsigned batch_size = 32; // Operations.
-constexpr std::size_t entries = 127;
+constexpr unsigned batch_size = 32; // Operations in a batch.
+constexpr std::size_t ring_entry_count = 127;
 constexpr int fake_fd = 12345; // Not an open file, because the agent of this program reads no file.
 
 double read_thread_cpu_s() {
@@ -114,7 +115,7 @@ public:
             const std::uint32_t end = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
             CHECK_EQUAL(end - head, batch_size);
             for (; head != end; ++head) {
-                sum_ += cqes_[head & cq_mask_].user_data;
+                userdata_sum_ += cqes_[head & cq_mask_].user_data;
             }
             __atomic_store_n(cq_head_, head, __ATOMIC_RELEASE);
         }
@@ -127,11 +128,11 @@ private:
     std::uint32_t *sq_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
     std::uint32_t sq_mask_ = 0, cq_mask_ = 0;
     io_uring_cqe* cqes_ = nullptr;
-    std::uint64_t sum_ = 0;
+    std::uint64_t userdata_sum_ = 0; // Sum of the user data, so that each completion is read.
 };
 
 struct RingMemory {
-    RingMemory() : bytes(ring_bytes(entries)) {
+    RingMemory() : bytes(ring_bytes(ring_entry_count)) {
         data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
         CHECK(data != MAP_FAILED);
         CHECK_EQUAL(RingView::bind(data, bytes, view), 0);
@@ -142,37 +143,42 @@ struct RingMemory {
     RingView view;
 };
 
-// The protocol of 3FS without a library: no table of operations, no checks, one wake-up per batch.
+// A client and an agent with the protocol of 3FS, but without a library: no table of operations, no checks, one wake-up
+// per batch.
 class BareLoop final : public Variant {
 public:
+    // Uses the semaphore of high priority, because the class Library uses the semaphore of normal priority.
     explicit BareLoop(test::Mount& mount) : submit_semaphore_(mount.submit_semaphore(0)) {
         sem_init(as_glibc(memory_.view.completion_semaphore), 1, 0);
-        agent_ = std::thread([this] { serve(); });
+        agent_thread_ = std::thread([this] { serve(); });
     }
     ~BareLoop() override {
         is_stopping_ = true;
         sem_post(submit_semaphore_);
-        agent_.join();
+        agent_thread_.join();
     }
     void run(unsigned batch_count) override {
         RingView& view = memory_.view;
         for (unsigned batch_index = 0; batch_index < batch_count; ++batch_index) {
             for (unsigned i = 0; i < batch_size; ++i) {
+                // Buffer id, buffer offset, inode, file offset, length, user data.
                 view.arguments[i] = {{}, i, 1, i, 1, i};
-                view.submissions[head_] = {static_cast<std::int32_t>(i), 0, i};
-                head_ = view.next(head_);
+                view.submissions[submission_head_] = {static_cast<std::int32_t>(i), 0, i};
+                submission_head_ = view.next(submission_head_);
             }
-            view.indices->submission_head.store(static_cast<std::int32_t>(head_), std::memory_order_release);
+            view.indices->submission_head.store(static_cast<std::int32_t>(submission_head_), std::memory_order_release);
             sem_post(submit_semaphore_);
-            for (unsigned reaped = 0; reaped < batch_size;) {
+            for (unsigned reaped_count = 0; reaped_count < batch_size;) {
                 while (sem_wait(as_glibc(view.completion_semaphore)) != 0) {
                 }
-                const auto end =
+                const auto completion_head =
                     static_cast<std::uint32_t>(view.indices->completion_head.load(std::memory_order_acquire));
-                for (; tail_ != end; tail_ = view.next(tail_), ++reaped) {
-                    sum_ += view.completions[tail_].userdata;
+                for (; completion_tail_ != completion_head;
+                     completion_tail_ = view.next(completion_tail_), ++reaped_count) {
+                    userdata_sum_ += view.completions[completion_tail_].userdata;
                 }
-                view.indices->completion_tail.store(static_cast<std::int32_t>(tail_), std::memory_order_release);
+                view.indices->completion_tail.store(static_cast<std::int32_t>(completion_tail_),
+                                                    std::memory_order_release);
             }
         }
     }
@@ -180,24 +186,25 @@ public:
 private:
     void serve() {
         RingView& view = memory_.view;
-        std::uint32_t submission_index = 0;
-        std::uint32_t completion_index = 0;
+        std::uint32_t submission_tail = 0;
+        std::uint32_t completion_head = 0;
         for (;;) {
             while (sem_wait(submit_semaphore_) != 0) {
             }
             if (is_stopping_) {
                 return;
             }
-            const auto end = static_cast<std::uint32_t>(view.indices->submission_head.load(std::memory_order_acquire));
-            for (; submission_index != end;
-                 submission_index = view.next(submission_index), completion_index = view.next(completion_index)) {
-                const Submission& submission = view.submissions[submission_index];
-                view.completions[completion_index] = {
-                    submission.index, 0, static_cast<std::int64_t>(view.arguments[submission.index].length),
-                    submission.userdata};
+            const auto submission_head =
+                static_cast<std::uint32_t>(view.indices->submission_head.load(std::memory_order_acquire));
+            for (; submission_tail != submission_head;
+                 submission_tail = view.next(submission_tail), completion_head = view.next(completion_head)) {
+                const Submission& submission = view.submissions[submission_tail];
+                view.completions[completion_head] = {submission.index, 0,
+                                                     static_cast<std::int64_t>(view.arguments[submission.index].length),
+                                                     submission.userdata};
             }
-            view.indices->submission_tail.store(static_cast<std::int32_t>(submission_index), std::memory_order_release);
-            view.indices->completion_head.store(static_cast<std::int32_t>(completion_index), std::memory_order_release);
+            view.indices->submission_tail.store(static_cast<std::int32_t>(submission_tail), std::memory_order_release);
+            view.indices->completion_head.store(static_cast<std::int32_t>(completion_head), std::memory_order_release);
             sem_post(as_glibc(view.completion_semaphore));
         }
     }
@@ -205,32 +212,32 @@ private:
     RingMemory memory_;
     sem_t* submit_semaphore_;
     std::atomic<bool> is_stopping_{false};
-    std::uint32_t head_ = 0;
-    std::uint32_t tail_ = 0;
-    std::uint64_t sum_ = 0;
-    std::thread agent_;
+    std::uint32_t submission_head_ = 0;
+    std::uint32_t completion_tail_ = 0;
+    std::uint64_t userdata_sum_ = 0; // Sum of the user data, so that each completion is read.
+    std::thread agent_thread_;
 };
 
 // The C library. Its agent completes each operation at once, and spins for `spin_ns` before it sleeps.
 class Library final : public Variant {
 public:
-    Library(test::Mount& mount, std::int64_t spin_ns, unsigned in_flight)
-        : mount_(mount), spin_ns_(spin_ns), in_flight_(in_flight) {
+    Library(test::Mount& mount, std::int64_t spin_ns, unsigned batches_in_flight)
+        : mount_(mount), spin_ns_(spin_ns), batches_in_flight_(batches_in_flight) {
         CHECK_EQUAL(hf3fs_iovcreate(&iov_, mount.path(), 1 << 20, 0, -1), 0);
-        CHECK_EQUAL(AgentRing::attach(memory_.data, memory_.bytes, 0, 0, agent_), 0);
+        CHECK_EQUAL(AgentRing::attach(memory_.data, memory_.bytes, 0, 0, agent_ring_), 0);
         CHECK_EQUAL(hf3fs_iorwrap(&ior_, memory_.data, mount.path(), memory_.bytes, true, 0, 0, 0, 0), 0);
         CHECK(file_table().set(fake_fd, {.inode = 1, .access = FileAccess::both}));
-        thread_ = std::thread([this] { serve(); });
+        agent_thread_ = std::thread([this] { serve(); });
     }
     ~Library() override {
         is_stopping_ = true;
         sem_post(mount_.submit_semaphore(1));
-        thread_.join();
+        agent_thread_.join();
         hf3fs_iordestroy(&ior_);
         hf3fs_iovdestroy(&iov_);
     }
     void run(unsigned batch_count) override {
-        const unsigned initial_count = std::min(in_flight_, batch_count);
+        const unsigned initial_count = std::min(batches_in_flight_, batch_count);
         for (unsigned batch_index = 0; batch_index < initial_count; ++batch_index) {
             submit();
         }
@@ -258,57 +265,57 @@ private:
         CHECK_EQUAL(hf3fs_wait_for_ios(&ior_, cqes_.data(), batch_size, batch_size, nullptr),
                     static_cast<int>(batch_size));
         for (const hf3fs_cqe& cqe : cqes_) {
-            sum_ += reinterpret_cast<std::uintptr_t>(cqe.userdata);
+            userdata_sum_ += reinterpret_cast<std::uintptr_t>(cqe.userdata);
         }
     }
     void serve() {
         std::array<ClaimedOperation, 64> claimed;
-        std::int64_t idle_since = monotonic_ns();
-        for (unsigned idle_checks = 0; !is_stopping_;) {
-            const std::size_t count = agent_->claim(claimed, 0);
+        std::int64_t idle_since_ns = monotonic_ns();
+        for (unsigned idle_check_count = 0; !is_stopping_;) {
+            const std::size_t count = agent_ring_->claim(claimed, 0);
             if (count != 0) {
                 for (std::size_t i = 0; i < count; ++i) {
-                    agent_->complete(claimed[i].position, static_cast<std::int64_t>(claimed[i].arguments.length));
+                    agent_ring_->complete(claimed[i].position, static_cast<std::int64_t>(claimed[i].arguments.length));
                 }
-                agent_->flush();
-                idle_checks = 0;
+                agent_ring_->flush();
+                idle_check_count = 0;
                 continue;
             }
-            // Read the clock only at every 16th check of the ring.
+            // Spin for `spin_ns_`, and read the clock only at every 16th check of the ring.
             if (spin_ns_ != 0) {
                 gdrkit::pause_processor();
-                if (idle_checks == 0) {
-                    idle_since = monotonic_ns();
+                if (idle_check_count == 0) {
+                    idle_since_ns = monotonic_ns();
                 }
-                if (++idle_checks % 16 != 0 || monotonic_ns() - idle_since < spin_ns_) {
+                if (++idle_check_count % 16 != 0 || monotonic_ns() - idle_since_ns < spin_ns_) {
                     continue;
                 }
             }
-            if (agent_->prepare_to_sleep()) {
+            if (agent_ring_->prepare_to_sleep()) {
                 while (sem_wait(mount_.submit_semaphore(1)) != 0) {
                 }
-                agent_->end_sleep();
+                agent_ring_->end_sleep();
             }
-            idle_checks = 0;
+            idle_check_count = 0;
         }
     }
 
     test::Mount& mount_;
     std::int64_t spin_ns_;
-    unsigned in_flight_; // Number of batches in flight.
+    unsigned batches_in_flight_;
     std::array<hf3fs_cqe, batch_size> cqes_;
     RingMemory memory_;
     hf3fs_iov iov_{};
     hf3fs_ior ior_{};
-    std::unique_ptr<AgentRing> agent_;
+    std::unique_ptr<AgentRing> agent_ring_;
     std::atomic<bool> is_stopping_{false};
-    std::uint64_t sum_ = 0;
-    std::thread thread_;
+    std::uint64_t userdata_sum_ = 0; // Sum of the user data, so that each completion is read.
+    std::thread agent_thread_;
 };
 
 struct Measurement {
     const char* name;
-    std::function<std::unique_ptr<Variant>()> make;
+    std::function<std::unique_ptr<Variant>()> make_variant;
     std::vector<double> cpu_ns = {};
     std::vector<double> wall_ns = {};
 };
@@ -319,12 +326,12 @@ double compute_median(std::vector<double> values) {
 }
 
 void measure(Measurement& measurement, unsigned batch_count) {
-    const std::unique_ptr<Variant> variant = measurement.make();
+    const std::unique_ptr<Variant> variant = measurement.make_variant();
     variant->run(batch_count / 10 + 1); // Warm up the caches, the branch prediction and the library's spin limit.
     const std::int64_t begin_ns = monotonic_ns();
-    const double cpu_begin_seconds = read_thread_cpu_s();
+    const double cpu_begin_s = read_thread_cpu_s();
     variant->run(batch_count);
-    measurement.cpu_ns.push_back((read_thread_cpu_s() - cpu_begin_seconds) * 1e9 / batch_count / batch_size);
+    measurement.cpu_ns.push_back((read_thread_cpu_s() - cpu_begin_s) * 1e9 / batch_count / batch_size);
     measurement.wall_ns.push_back(static_cast<double>(monotonic_ns() - begin_ns) / batch_count / batch_size);
 }
 
@@ -337,8 +344,8 @@ void print(const Measurement& measurement) {
 }
 
 void print_ratio(const char* name, const Measurement& usrbio, const Measurement& reference, double limit) {
-    // Divide round by round: other load on the machine affected both rounds of a pair, because these rounds followed
-    // each other.
+    // Divide the times of the same round: they were measured one after the other, so other load on the machine affected
+    // both.
     std::vector<double> ratios;
     for (std::size_t i = 0; i < usrbio.cpu_ns.size(); ++i) {
         ratios.push_back(usrbio.cpu_ns[i] / reference.cpu_ns[i]);
@@ -355,7 +362,7 @@ int main(int argc, char** argv) {
     const int batch_count = argc > 2 ? std::atoi(argv[2]) : 20000;
     CHECK(round_count > 0 && batch_count > 0);
     test::Mount mount;
-    // The library watches the socket of this agent. The class Library serves the rings.
+    // The library needs this agent for its socket. The class Library serves the rings.
     const test::Agent agent(mount, test::Agent::Rings::not_served);
     Measurement spinning{"usrbio, agent spins up to 50 us, 3 batches in flight",
                          [&] { return std::make_unique<Library>(mount, 50000, 3); }};

@@ -1,6 +1,6 @@
 // Round trips of a cache line between two processors, for the benchmark of the I/O path (path_bench.cpp). A round trip
-// takes several times longer between processors that share no cache. The processors of a virtual machine may share one
-// at one time and none at another.
+// takes several times longer between processors that share no cache. In a virtual machine, whether two processors share
+// a cache can change at any time, so the benchmark measures the round trips before each of its points.
 #pragma once
 
 #include <atomic>
@@ -12,21 +12,22 @@
 
 namespace gdrkit::usrbio::bench {
 
+// The calling thread asks by making a shared counter odd. The answering thread replies by making the counter even.
 class RoundTrips {
 public:
-    // This thread runs on the first of the processors, and the answering thread on the last, until the destructor. The
-    // two must differ.
+    // Pins the calling thread to the first of `processors`, and the answering thread to the last, which must differ
+    // from the first. The destructor ends the answering thread and restores the processors of the calling thread.
     explicit RoundTrips(const std::vector<int>& processors) {
         if (sched_getaffinity(0, sizeof previous_processors_, &previous_processors_) != 0) {
             exit_with_errno("sched_getaffinity");
         }
         pin_thread(pthread_self(), processors.front());
-        answerer_ = std::thread([this] { answer(); });
-        pin_thread(answerer_.native_handle(), processors.back());
+        answering_thread_ = std::thread([this] { answer(); });
+        pin_thread(answering_thread_.native_handle(), processors.back());
     }
     ~RoundTrips() {
         is_ending_ = true;
-        answerer_.join();
+        answering_thread_.join();
         pthread_setaffinity_np(pthread_self(), sizeof previous_processors_, &previous_processors_);
     }
     RoundTrips(const RoundTrips&) = delete;
@@ -34,18 +35,18 @@ public:
 
     // Makes some round trips and returns their number.
     unsigned run_step() {
-        constexpr unsigned count = 100;
-        for (unsigned index = 0; index < count; ++index) {
+        constexpr unsigned round_trip_count = 100;
+        for (unsigned index = 0; index < round_trip_count; ++index) {
             const std::uint32_t question = counter_.load() + 1;
             counter_.store(question);
             while (counter_.load() == question) {
             }
         }
-        return count;
+        return round_trip_count;
     }
 
 private:
-    // The answering thread advances every odd count.
+    // Runs on the answering thread: replies to each question until the destructor runs.
     void answer() {
         while (!is_ending_.load(std::memory_order_relaxed)) {
             if (const std::uint32_t question = counter_.load(); question % 2 == 1) {
@@ -57,7 +58,7 @@ private:
     alignas(64) std::atomic<std::uint32_t> counter_{0};
     alignas(64) std::atomic<bool> is_ending_{false};
     cpu_set_t previous_processors_{};
-    std::thread answerer_;
+    std::thread answering_thread_;
 };
 
 } // namespace gdrkit::usrbio::bench

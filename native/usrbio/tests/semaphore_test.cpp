@@ -1,5 +1,5 @@
-// Tests of the semaphore functions of usrbio/ring. They work together with the functions of glibc on the same
-// semaphore, and tolerate words that a hostile process has written.
+// Tests that the semaphore functions of usrbio/ring work together with glibc's functions on the same semaphore, and
+// tolerate any values that a hostile process writes into the semaphore.
 #include "tests/check.hpp"
 #include "usrbio/ring/named_semaphore.hpp"
 
@@ -18,15 +18,15 @@ using namespace gdrkit::usrbio;
 namespace {
 
 constexpr int round_count = 20000;
-// A hostile value of Semaphore::sharing. glibc's sem_post passes it to the futex system call, which fails with ENOSYS.
-// Then glibc aborts the process.
+// A hostile value of Semaphore::sharing. glibc's sem_post derives the flags of the futex system call from this value.
+// With these flags, the call fails with ENOSYS, and glibc aborts the process.
 constexpr std::uint32_t hostile_sharing = 0x40;
 
-timespec make_deadline_after(long milliseconds) {
+timespec make_deadline_after(long timeout_ms) {
     timespec deadline{};
     clock_gettime(CLOCK_REALTIME, &deadline);
-    deadline.tv_nsec += milliseconds % 1000 * 1000000;
-    deadline.tv_sec += milliseconds / 1000 + deadline.tv_nsec / 1000000000;
+    deadline.tv_nsec += timeout_ms % 1000 * 1000000;
+    deadline.tv_sec += timeout_ms / 1000 + deadline.tv_nsec / 1000000000;
     deadline.tv_nsec %= 1000000000;
     return deadline;
 }
@@ -42,27 +42,28 @@ struct SharedSemaphore {
         CHECK(mapped != MAP_FAILED);
         return mapped;
     }
-    sem_t* glibc() const { return reinterpret_cast<sem_t*>(semaphore); }
+    sem_t* as_glibc() const { return reinterpret_cast<sem_t*>(semaphore); }
     Semaphore* semaphore;
 };
 
-// A named semaphore, opened by glibc and by NamedSemaphore.
-struct NamedPair {
-    NamedPair() : name("/gdrkit-semaphore-test." + std::to_string(getpid())), path("/dev/shm/sem." + name.substr(1)) {
+// A named semaphore that is open twice: by glibc's sem_open, and as a NamedSemaphore of gdrkit.
+struct TwiceOpenedSemaphore {
+    TwiceOpenedSemaphore()
+        : name("/gdrkit-semaphore-test." + std::to_string(getpid())), path("/dev/shm/sem." + name.substr(1)) {
         sem_unlink(name.c_str());
-        glibc = sem_open(name.c_str(), O_CREAT | O_EXCL, 0600, 0);
-        CHECK(glibc != SEM_FAILED);
-        CHECK_EQUAL(gdrkit.open(path.c_str()), 0);
-        gdrkit.restore();
+        glibc_handle = sem_open(name.c_str(), O_CREAT | O_EXCL, 0600, 0);
+        CHECK(glibc_handle != SEM_FAILED);
+        CHECK_EQUAL(gdrkit_handle.open(path.c_str()), 0);
+        gdrkit_handle.restore();
     }
-    ~NamedPair() {
-        sem_close(glibc);
+    ~TwiceOpenedSemaphore() {
+        sem_close(glibc_handle);
         sem_unlink(name.c_str());
     }
-    Semaphore* semaphore() const { return reinterpret_cast<Semaphore*>(glibc); }
+    Semaphore* semaphore() const { return reinterpret_cast<Semaphore*>(glibc_handle); }
     std::string name, path;
-    sem_t* glibc;
-    NamedSemaphore gdrkit;
+    sem_t* glibc_handle;
+    NamedSemaphore gdrkit_handle;
 };
 
 void wait_with_glibc(sem_t* semaphore) {
@@ -81,14 +82,14 @@ void test_initialize_equals_sem_init() {
     CHECK_EQUAL(sem_init(reinterpret_cast<sem_t*>(glibc_words), 1, 0), 0);
     initialize(*reinterpret_cast<Semaphore*>(gdrkit_words));
     CHECK_EQUAL(std::memcmp(glibc_words, gdrkit_words, sizeof(gdrkit_words)), 0);
-    // The value is in the low half.
+    // glibc stores the value in the low half of the word.
     CHECK_EQUAL(sem_init(reinterpret_cast<sem_t*>(glibc_words), 1, 7), 0);
     CHECK_EQUAL(reinterpret_cast<Semaphore*>(glibc_words)->word.load(), 7u);
 }
 
 void test_glibc_waiter_counts_in_high_half() {
     const SharedSemaphore shared;
-    std::thread waiter([&] { wait_with_glibc(shared.glibc()); });
+    std::thread waiter([&] { wait_with_glibc(shared.as_glibc()); });
     while (shared.semaphore->word.load() != semaphore_one_waiter) {
         std::this_thread::yield();
     }
@@ -101,8 +102,8 @@ void test_glibc_and_gdrkit_wake_each_other() {
     const SharedSemaphore request, response;
     std::thread peer([&] {
         for (int i = 0; i < round_count; ++i) {
-            wait_with_glibc(request.glibc());
-            CHECK_EQUAL(sem_post(response.glibc()), 0);
+            wait_with_glibc(request.as_glibc());
+            CHECK_EQUAL(sem_post(response.as_glibc()), 0);
         }
     });
     for (int i = 0; i < round_count; ++i) {
@@ -118,7 +119,7 @@ void test_mixed_waiters_share_mixed_posts() {
     const SharedSemaphore shared;
     std::thread glibc_waiter([&] {
         for (int i = 0; i < round_count; ++i) {
-            wait_with_glibc(shared.glibc());
+            wait_with_glibc(shared.as_glibc());
         }
     });
     std::thread gdrkit_waiter([&] {
@@ -128,7 +129,7 @@ void test_mixed_waiters_share_mixed_posts() {
     });
     for (int i = 0; i < round_count; ++i) {
         post(*shared.semaphore);
-        CHECK_EQUAL(sem_post(shared.glibc()), 0);
+        CHECK_EQUAL(sem_post(shared.as_glibc()), 0);
     }
     glibc_waiter.join();
     gdrkit_waiter.join();
@@ -140,7 +141,7 @@ void test_deadline_ends_a_wait() {
     const timespec short_deadline = make_deadline_after(5);
     CHECK(!wait_until(*shared.semaphore, &short_deadline));
     CHECK_EQUAL(shared.semaphore->word.load(), 0u);
-    // A wait returns a post that has already come, even if the deadline has passed.
+    // A wait takes a post that has already come, even if the deadline of the wait has passed.
     post(*shared.semaphore);
     CHECK(wait_until(*shared.semaphore, &short_deadline));
     CHECK(!try_wait(*shared.semaphore));
@@ -149,10 +150,10 @@ void test_deadline_ends_a_wait() {
 void test_hostile_words_do_not_abort() {
     const SharedSemaphore shared;
     for (const std::uint32_t sharing : {hostile_sharing, 1u, 0x80000000u, 0xffffffffu}) {
-        for (const std::uint32_t waiters : {0u, 1u, 0x7fffffffu, 0xffffffffu}) {
+        for (const std::uint32_t waiter_count : {0u, 1u, 0x7fffffffu, 0xffffffffu}) {
             for (const std::uint32_t value : {0u, 1u, semaphore_value_max, semaphore_value_max + 1, 0xffffffffu}) {
                 shared.semaphore->sharing = sharing;
-                shared.semaphore->word = std::uint64_t{waiters} << 32 | value;
+                shared.semaphore->word = std::uint64_t{waiter_count} << 32 | value;
                 post(*shared.semaphore);
                 CHECK(try_wait(*shared.semaphore));
                 const timespec short_deadline = make_deadline_after(0);
@@ -169,7 +170,7 @@ void test_largest_value_stays_and_waiter_wakes() {
         post(*shared.semaphore);
         CHECK_EQUAL(shared.semaphore->word.load(), value);
     }
-    // The value becomes the largest one while a waiter sleeps.
+    // The value becomes the largest one while a waiter sleeps. post() must still wake the waiter.
     shared.semaphore->word = 0;
     std::thread waiter([&] { wait_with_gdrkit(*shared.semaphore); });
     while (shared.semaphore->word.load() != semaphore_one_waiter) {
@@ -181,64 +182,65 @@ void test_largest_value_stays_and_waiter_wakes() {
 }
 
 void test_named_semaphore_and_glibc_wake_each_other() {
-    NamedPair request;
-    std::thread daemon([&] { // The daemon of 3FS waits like this.
+    TwiceOpenedSemaphore request;
+    // The daemon of 3FS waits by sem_wait of glibc.
+    std::thread daemon([&] {
         for (int i = 0; i < round_count; ++i) {
-            wait_with_glibc(request.glibc);
+            wait_with_glibc(request.glibc_handle);
         }
     });
     for (int i = 0; i < round_count; ++i) {
-        request.gdrkit.post();
+        request.gdrkit_handle.post();
     }
     daemon.join();
-    // The client of 3FS posts like this. One wake-up serves all posts.
-    CHECK_EQUAL(sem_post(request.glibc), 0);
-    CHECK_EQUAL(sem_post(request.glibc), 0);
-    CHECK(request.gdrkit.wait_and_reset(1000));
-    CHECK(!request.gdrkit.wait_and_reset(1));
+    // The client of 3FS posts by sem_post of glibc. One wake-up serves all posts.
+    CHECK_EQUAL(sem_post(request.glibc_handle), 0);
+    CHECK_EQUAL(sem_post(request.glibc_handle), 0);
+    CHECK(request.gdrkit_handle.wait_and_reset(1000));
+    CHECK(!request.gdrkit_handle.wait_and_reset(1));
     std::atomic<bool> is_woken{false};
     std::thread watcher([&] {
-        while (!request.gdrkit.wait_and_reset(20000)) {
+        while (!request.gdrkit_handle.wait_and_reset(20000)) {
         }
         is_woken = true;
     });
     while (!is_woken) {
-        CHECK_EQUAL(sem_post(request.glibc), 0);
+        CHECK_EQUAL(sem_post(request.glibc_handle), 0);
     }
     watcher.join();
 }
 
 void test_named_semaphore_is_restored_after_hostile_values() {
-    NamedPair named;
+    TwiceOpenedSemaphore named;
     named.semaphore()->sharing = hostile_sharing;
     // The number of waiters is 0, so sem_post of glibc would wake no waiter.
     named.semaphore()->word = semaphore_value_max;
-    named.gdrkit.post();
-    CHECK(named.gdrkit.wait_and_reset(1000));
-    named.gdrkit.restore();
+    named.gdrkit_handle.post();
+    CHECK(named.gdrkit_handle.wait_and_reset(1000));
+    named.gdrkit_handle.restore();
     CHECK_EQUAL(named.semaphore()->sharing, semaphore_shared);
     CHECK_EQUAL(named.semaphore()->word.load(), semaphore_one_waiter);
-    CHECK_EQUAL(sem_post(named.glibc), 0);
-    CHECK(named.gdrkit.wait_and_reset(1000));
+    CHECK_EQUAL(sem_post(named.glibc_handle), 0);
+    CHECK(named.gdrkit_handle.wait_and_reset(1000));
 }
 
 void test_truncated_named_semaphore_gets_its_size_back() {
-    NamedPair named;
+    TwiceOpenedSemaphore named;
     NamedSemaphore client;
     CHECK_EQUAL(client.open(named.path.c_str()), 0);
     CHECK_EQUAL(truncate(named.path.c_str(), 0), 0);
     client.post(); // post() must not raise SIGBUS.
-    CHECK(!named.gdrkit.wait_and_reset(1));
+    CHECK(!named.gdrkit_handle.wait_and_reset(1));
     struct stat attributes {};
     CHECK_EQUAL(stat(named.path.c_str(), &attributes), 0);
     CHECK_EQUAL(attributes.st_size, static_cast<off_t>(sizeof(Semaphore)));
     client.post();
-    CHECK(named.gdrkit.wait_and_reset(1000));
+    CHECK(named.gdrkit_handle.wait_and_reset(1000));
     CHECK_EQUAL(named.semaphore()->sharing, semaphore_shared);
 }
 
 void test_open_refuses_other_files() {
-    const NamedPair named;
+    const TwiceOpenedSemaphore named;
     NamedSemaphore semaphore;
     CHECK_EQUAL(semaphore.open("/dev/shm/sem.gdrkit-semaphore-test.none"), -ENOENT);
     CHECK_EQUAL(semaphore.open("/dev/shm"), -EISDIR);
@@ -250,6 +252,7 @@ void test_open_refuses_other_files() {
     CHECK_EQUAL(mkfifo(other_path.c_str(), 0600), 0);
     CHECK_EQUAL(semaphore.open(other_path.c_str()), -EINVAL);
     CHECK_EQUAL(unlink(other_path.c_str()), 0);
+    // An empty file is not refused, because a client may have truncated the file.
     CHECK_EQUAL(truncate(named.path.c_str(), 0), 0);
     CHECK_EQUAL(semaphore.open(named.path.c_str()), 0);
     semaphore.post();

@@ -1,5 +1,5 @@
-// Tests of share handles (share_handle.hpp) with the vectors of suites/vectors, which the tests of the Python
-// implementation also use.
+// Tests of share handles (share_handle.hpp) with the test vectors in suites/vectors, which the tests of the Python
+// implementation also use; and tests of the two parts of a handle, the SHA-256 checksum and the identity of a process.
 #include "usrbio/client/share_handle.hpp"
 
 #include <unistd.h>
@@ -26,15 +26,16 @@ std::vector<std::uint8_t> parse_hex(const std::string& text) {
     return bytes;
 }
 
-// One line of share_handles.txt: a handle, whether it is valid, and its fields.
-struct Vector {
+// One line of share_handles.txt. The words of a line are: the format ("share" or "gdr"), the verdict ("good" or "bad"),
+// the name of the vector, the bytes of the handle in hexadecimal digits ("-": no bytes), and the fields as NAME=VALUE.
+struct TestVector {
     std::string format, verdict, name;
     std::vector<std::uint8_t> bytes;
     std::map<std::string, std::string> fields;
 
-    [[nodiscard]] std::uint64_t to_number(const char* field) const { return std::stoull(fields.at(field)); }
-    template <std::size_t size> std::array<std::uint8_t, size> to_array(const char* field) const {
-        const auto field_bytes = parse_hex(fields.at(field));
+    [[nodiscard]] std::uint64_t to_number(const char* field_name) const { return std::stoull(fields.at(field_name)); }
+    template <std::size_t size> std::array<std::uint8_t, size> to_array(const char* field_name) const {
+        const auto field_bytes = parse_hex(fields.at(field_name));
         CHECK_EQUAL(field_bytes.size(), size);
         std::array<std::uint8_t, size> array{};
         std::ranges::copy(field_bytes, array.begin());
@@ -42,28 +43,28 @@ struct Vector {
     }
 };
 
-std::vector<Vector> read_vectors() {
+std::vector<TestVector> read_vectors() {
     std::ifstream file(GDRKIT_VECTORS "/share_handles.txt");
-    std::vector<Vector> vectors;
+    std::vector<TestVector> vectors;
     for (std::string line; std::getline(file, line);) {
         if (line.empty() || line[0] == '#') {
             continue;
         }
         std::istringstream words(line);
-        Vector vector;
-        std::string text;
-        words >> vector.format >> vector.verdict >> vector.name >> text;
-        vector.bytes = parse_hex(text);
-        while (words >> text) {
-            const auto separator = text.find('=');
-            vector.fields[text.substr(0, separator)] = text.substr(separator + 1);
+        TestVector vector;
+        std::string hex_text, field;
+        words >> vector.format >> vector.verdict >> vector.name >> hex_text;
+        vector.bytes = parse_hex(hex_text);
+        while (words >> field) {
+            const auto separator = field.find('=');
+            vector.fields[field.substr(0, separator)] = field.substr(separator + 1);
         }
         vectors.push_back(vector);
     }
     return vectors;
 }
 
-ShareHandle make_share_handle(const Vector& vector) {
+ShareHandle make_share_handle(const TestVector& vector) {
     ShareHandle handle;
     handle.kind = static_cast<ShareKind>(vector.to_number("kind"));
     handle.allocation_bytes = vector.to_number("allocation_bytes");
@@ -81,14 +82,17 @@ ShareHandle make_share_handle(const Vector& vector) {
     return handle;
 }
 
-GdrHandle make_gdr_handle(const Vector& vector) {
+GdrHandle make_gdr_handle(const TestVector& vector) {
     return {vector.to_array<64>("ipc"), vector.to_number("length_bytes"), vector.to_number("device")};
 }
 
+// Checks that `parse` accepts exactly the good handles, and that parsing and packing a good handle restore its fields
+// and bytes.
 template <typename Handle, typename Parse>
-void check_vector(const Vector& vector, Handle (*make_handle)(const Vector&), Parse parse) {
+void check_vector(const TestVector& vector, Handle (*make_handle)(const TestVector&), Parse parse) {
     const auto parsed_handle = parse(vector.bytes);
     const bool is_valid = vector.verdict == "good";
+    // This line in the output names the vector whose check fails.
     std::cerr << vector.format << ' ' << vector.name << '\n';
     CHECK(is_valid || vector.verdict == "bad");
     CHECK_EQUAL(parsed_handle.has_value(), is_valid);
@@ -99,7 +103,8 @@ void check_vector(const Vector& vector, Handle (*make_handle)(const Vector&), Pa
     }
 }
 
-std::string format_hex_digest(std::string_view text) {
+// Returns the SHA-256 hash of `text` in hexadecimal digits.
+std::string hash_to_hex(std::string_view text) {
     Sha256 hash;
     hash.add(text);
     std::string hex;
@@ -116,17 +121,16 @@ std::string format_hex_digest(std::string_view text) {
 
 int main() {
     using namespace gdrkit::usrbio;
-    // The examples of FIPS 180, and lengths near the limit from which the padding needs another block.
-    CHECK(format_hex_digest("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
-    CHECK(format_hex_digest("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
-    CHECK(format_hex_digest("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq") ==
+    // The texts are the examples of FIPS 180 for SHA-256, and texts with lengths near 56 bytes, from which the padding
+    // needs another block.
+    CHECK(hash_to_hex("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+    CHECK(hash_to_hex("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    CHECK(hash_to_hex("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq") ==
           "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
-    CHECK(format_hex_digest(std::string(55, 'a')) ==
-          "9f4390f8d30c2dd92ec9f095b65e2b9ae9b0a925a5258e241c9f1e910f734318");
-    CHECK(format_hex_digest(std::string(64, 'a')) ==
-          "ffe054fe7ae0cb6dc65c3af9b61d5209f439851db43d0ba5997337df154668eb");
+    CHECK(hash_to_hex(std::string(55, 'a')) == "9f4390f8d30c2dd92ec9f095b65e2b9ae9b0a925a5258e241c9f1e910f734318");
+    CHECK(hash_to_hex(std::string(64, 'a')) == "ffe054fe7ae0cb6dc65c3af9b61d5209f439851db43d0ba5997337df154668eb");
     int vector_count = 0;
-    for (const Vector& vector : read_vectors()) {
+    for (const TestVector& vector : read_vectors()) {
         if (vector.format == "share") {
             check_vector(vector, make_share_handle, parse_share_handle);
         } else {
@@ -139,6 +143,7 @@ int main() {
     const ProcessIdentity identity = identify_this_process();
     CHECK_EQUAL(identity.process_id, static_cast<std::uint32_t>(getpid()));
     CHECK(is_running(identity) == true);
+    // The process with another start time has ended. A process in another PID namespace cannot be checked.
     ProcessIdentity changed_identity = identity;
     changed_identity.started_ticks += 1;
     CHECK(is_running(changed_identity) == false);

@@ -26,12 +26,13 @@ Mount::Mount() {
     CHECK(mkdtemp(folder) != nullptr);
     path_ = folder;
     fs::create_directories(path_ + "/3fs-virt/iovs");
-    static constexpr const char* suffixes[] = {".ph", "", ".pl"};
+    static constexpr const char* link_suffixes[] = {".ph", "", ".pl"}; // Of the priorities high, normal and low.
     for (int i = 0; i < 3; ++i) {
         semaphore_names_[i] = "hf3fs-submit-ios." + to_string(make_random_uuid());
         semaphores_[i] = sem_open(("/" + semaphore_names_[i]).c_str(), O_CREAT | O_EXCL, 0600, 0);
         CHECK(semaphores_[i] != SEM_FAILED);
-        fs::create_symlink("/dev/shm/sem." + semaphore_names_[i], link(std::string("submit-ios") + suffixes[i]));
+        fs::create_symlink("/dev/shm/sem." + semaphore_names_[i],
+                           link_path(std::string("submit-ios") + link_suffixes[i]));
     }
 }
 
@@ -43,9 +44,9 @@ Mount::~Mount() {
     fs::remove_all(path_);
 }
 
-std::vector<std::string> Mount::links() const {
+std::vector<std::string> Mount::link_names() const {
     std::vector<std::string> names;
-    for (const auto& entry : fs::directory_iterator(link(""))) {
+    for (const auto& entry : fs::directory_iterator(link_path(""))) {
         if (const std::string name = entry.path().filename(); !name.starts_with("submit-ios")) {
             names.push_back(name);
         }
@@ -53,15 +54,16 @@ std::vector<std::string> Mount::links() const {
     return names;
 }
 
-Agent::Agent(Mount& mount, Rings rings) : mount_(mount), listener_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
+Agent::Agent(Mount& mount, Rings rings)
+    : mount_(mount), listener_fd_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
-    const std::string path = mount.file("3fs-virt/agent.sock");
-    CHECK(path.size() < sizeof(address.sun_path));
-    std::strcpy(address.sun_path, path.c_str());
-    unlink(path.c_str());
-    CHECK_EQUAL(bind(listener_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-    CHECK_EQUAL(listen(listener_, 16), 0);
+    const std::string socket_path = mount.file_path("3fs-virt/agent.sock");
+    CHECK(socket_path.size() < sizeof(address.sun_path));
+    std::strcpy(address.sun_path, socket_path.c_str());
+    unlink(socket_path.c_str());
+    CHECK_EQUAL(bind(listener_fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    CHECK_EQUAL(listen(listener_fd_, 16), 0);
     acceptor_ = std::thread([this] { accept_clients(); });
     if (rings == Rings::served) {
         drainer_ = std::thread([this] { drain_rings(); });
@@ -75,114 +77,117 @@ Agent::~Agent() {
         drainer_.join();
     }
     for (Client& client : clients_) {
-        shutdown(client.socket, SHUT_RDWR);
+        shutdown(client.socket_fd, SHUT_RDWR);
         client.thread.join();
-        close(client.socket);
+        close(client.socket_fd);
     }
-    close(listener_);
+    close(listener_fd_);
 }
 
 void Agent::accept_clients() {
     while (!is_stopping_) {
-        pollfd listener_event{.fd = listener_, .events = POLLIN, .revents = 0};
+        pollfd listener_event{.fd = listener_fd_, .events = POLLIN, .revents = 0};
         if (poll(&listener_event, 1, 10) > 0) {
-            const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+            const int fd = accept4(listener_fd_, nullptr, nullptr, SOCK_CLOEXEC);
             const std::lock_guard lock(mutex_);
             Client& client = clients_.emplace_back();
-            client.socket = fd;
-            ++connections;
+            client.socket_fd = fd;
+            ++connection_count;
             client.thread = std::thread([this, &client] { serve(client); });
         }
     }
 }
 
 void Agent::serve(Client& client) {
-    alignas(8) std::array<std::byte, agent_message_bytes_max> message;
+    alignas(8) std::array<std::byte, agent_message_bytes_max> buffer;
     for (;;) {
         alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))];
-        iovec part{message.data(), message.size()};
-        msghdr request{};
-        request.msg_iov = &part;
-        request.msg_iovlen = 1;
-        request.msg_control = control;
-        request.msg_controllen = sizeof(control);
-        const ssize_t bytes = recvmsg(client.socket, &request, MSG_CMSG_CLOEXEC);
-        if (bytes <= 0) {
+        iovec buffer_part{buffer.data(), buffer.size()};
+        msghdr message{};
+        message.msg_iov = &buffer_part;
+        message.msg_iovlen = 1;
+        message.msg_control = control;
+        message.msg_controllen = sizeof(control);
+        const ssize_t message_bytes = recvmsg(client.socket_fd, &message, MSG_CMSG_CLOEXEC);
+        if (message_bytes <= 0) {
             break;
         }
         AgentHeader header;
-        CHECK(bytes >= static_cast<ssize_t>(sizeof(header)));
-        std::memcpy(&header, message.data(), sizeof(header));
+        CHECK(message_bytes >= static_cast<ssize_t>(sizeof(header)));
+        std::memcpy(&header, buffer.data(), sizeof(header));
         CHECK(header.magic == agent_magic && header.version == agent_version && header.status == 0);
-        CHECK_EQUAL(header.length + sizeof(header), static_cast<std::size_t>(bytes));
+        CHECK_EQUAL(header.length + sizeof(header), static_cast<std::size_t>(message_bytes));
         if (close_at_unpublish && static_cast<AgentRequest>(header.type) == AgentRequest::unpublish) {
             break;
         }
-        int fds[2] = {-1, -1};
-        std::uint32_t count = 0;
-        if (const cmsghdr* rights = CMSG_FIRSTHDR(&request); rights != nullptr) {
-            count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-            std::memcpy(fds, CMSG_DATA(rights), count * sizeof(int));
+        int received_fds[2] = {-1, -1};
+        std::uint32_t fd_count = 0;
+        if (const cmsghdr* rights = CMSG_FIRSTHDR(&message); rights != nullptr) {
+            fd_count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+            std::memcpy(received_fds, CMSG_DATA(rights), fd_count * sizeof(int));
         }
-        CHECK_EQUAL(header.descriptors, count);
-        std::uint64_t value = 0;
-        header.status = handle_request(client, header, message.data() + sizeof(header), fds, value);
-        for (const int fd : fds) {
+        CHECK_EQUAL(header.descriptors, fd_count);
+        std::uint64_t reply_value = 0;
+        header.status = handle_request(client, header, buffer.data() + sizeof(header), received_fds, reply_value);
+        for (const int fd : received_fds) {
             if (fd >= 0) {
                 close(fd);
             }
         }
-        const std::string reason = "refused by the test";
+        const std::string refusal_reason = "refused by the test";
         std::vector<std::byte> reply(sizeof(header));
         const auto type = static_cast<AgentRequest>(header.type);
         const bool has_value = type == AgentRequest::register_file || type == AgentRequest::unpublish_and_keep;
-        header.length = static_cast<std::uint32_t>(header.status != 0            ? reason.size()
+        header.length = static_cast<std::uint32_t>(header.status != 0            ? refusal_reason.size()
                                                    : type == AgentRequest::hello ? sizeof(AgentHello)
-                                                   : has_value                   ? sizeof(value)
+                                                   : has_value                   ? sizeof(reply_value)
                                                                                  : 0);
         header.descriptors = 0;
-        header.sequence += reply_malformed ? 1 : 0;
+        header.sequence += corrupts_replies ? 1 : 0;
         reply.resize(sizeof(header) + header.length);
         std::memcpy(reply.data(), &header, sizeof(header));
         if (header.status != 0) {
-            std::memcpy(reply.data() + sizeof(header), reason.data(), reason.size());
-        } else if (has_value || type == AgentRequest::hello) { // The features are the first member of AgentHello.
-            std::memcpy(reply.data() + sizeof(header), &value, sizeof(value));
+            std::memcpy(reply.data() + sizeof(header), refusal_reason.data(), refusal_reason.size());
+        } else if (has_value || type == AgentRequest::hello) { // For hello, the value is AgentHello::features.
+            std::memcpy(reply.data() + sizeof(header), &reply_value, sizeof(reply_value));
         }
-        if (send(client.socket, reply.data(), reply.size(), MSG_NOSIGNAL) < 0) {
+        if (send(client.socket_fd, reply.data(), reply.size(), MSG_NOSIGNAL) < 0) {
             break;
         }
     }
     const std::lock_guard lock(mutex_);
     while (!client.published.empty()) {
-        // The client was killed or exited without cleaning up, so the name of its memory remains.
+        // Remove memory that is still published, because the client did not clean up or this agent ended the
+        // connection.
         std::error_code remove_error;
         fs::remove(client.published.begin()->second->path, remove_error);
         unpublish(client, client.published.begin()->first);
     }
-    borrows -= static_cast<int>(client.borrowed.size());
-    client.borrowed.clear();
-    files -= static_cast<int>(client.files.size());
-    for (const auto& [inode, fd] : client.files) {
+    borrow_count -= static_cast<int>(client.borrow_counts.size());
+    client.borrow_counts.clear();
+    file_count -= static_cast<int>(client.file_fds.size());
+    for (const auto& [inode, fd] : client.file_fds) {
         close(fd);
     }
-    client.files.clear();
-    shutdown(client.socket, SHUT_RDWR); // The destructor closes the descriptor after it has joined this thread.
-    --connections;
+    client.file_fds.clear();
+    shutdown(client.socket_fd, SHUT_RDWR); // The destructor closes the descriptor after it has joined this thread.
+    --connection_count;
 }
 
 int Agent::handle_request(Client& client, const AgentHeader& header, const std::byte* payload, const int* fds,
-                          std::uint64_t& value) {
+                          std::uint64_t& reply_value) {
     const std::lock_guard lock(mutex_);
-    std::uint16_t length = 0;
-    std::memcpy(&length, payload, header.length >= 2 ? 2 : 0);
-    const std::string name(reinterpret_cast<const char*>(payload + 2), header.length >= 2u + length ? length : 0);
+    // The payload of several requests is a name: u16 length, then the characters.
+    std::uint16_t name_bytes = 0;
+    std::memcpy(&name_bytes, payload, header.length >= 2 ? 2 : 0);
+    const std::string name(reinterpret_cast<const char*>(payload + 2),
+                           header.length >= 2u + name_bytes ? name_bytes : 0);
     switch (static_cast<AgentRequest>(header.type)) {
     case AgentRequest::hello:
-        value = keeps_registrations ? agent_feature_keep : 0;
+        reply_value = keeps_registrations ? agent_feature_keep : 0;
         return header.length == sizeof(AgentHello) ? 0 : EINVAL;
     case AgentRequest::publish:
-        if (refuses_while_kept && kept_count > 0) {
+        if (refuses_publish_while_kept && kept_count > 0) {
             return EDQUOT;
         }
         return refusal_errno != 0 ? refusal_errno.load() : publish(client, payload, header.length, fds[0]);
@@ -198,29 +203,31 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         if (refusal_errno != 0) {
             return refusal_errno;
         }
-        value = attributes.st_ino;
-        if (client.registrations[value]++ == 0) {
-            client.files[value] = dup(fds[0]);
-            ++files;
+        reply_value = attributes.st_ino;
+        if (client.registration_counts[attributes.st_ino]++ == 0) {
+            client.file_fds[attributes.st_ino] = dup(fds[0]);
+            ++file_count;
         }
         return 0;
     }
     case AgentRequest::deregister_file: {
-        std::memcpy(&value, payload, sizeof(value));
-        const auto entry = client.files.find(value);
-        if (entry == client.files.end()) {
+        std::uint64_t inode = 0;
+        std::memcpy(&inode, payload, sizeof(inode));
+        const auto entry = client.file_fds.find(inode);
+        if (entry == client.file_fds.end()) {
             return ENOENT;
         }
-        if (--client.registrations[value] != 0) {
+        if (--client.registration_counts[inode] != 0) {
             return 0;
         }
-        client.registrations.erase(value);
+        client.registration_counts.erase(inode);
         close(entry->second);
-        client.files.erase(entry);
-        --files;
+        client.file_fds.erase(entry);
+        --file_count;
         return 0;
     }
     case AgentRequest::punch_hole: {
+        // The payload: u64 flags, u32 count, u32 0, count x (u64 begin, u64 end).
         std::uint32_t count = 0;
         std::memcpy(&count, payload + 8, sizeof(count));
         CHECK_EQUAL(header.length, 16 + 16 * count);
@@ -236,8 +243,8 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         return 0;
     }
     case AgentRequest::hard_link: {
-        const std::string source = "/proc/self/fd/" + std::to_string(fds[0]);
-        return linkat(AT_FDCWD, source.c_str(), fds[1], name.c_str(), AT_SYMLINK_FOLLOW) == 0 ? 0 : errno;
+        const std::string source_path = "/proc/self/fd/" + std::to_string(fds[0]);
+        return linkat(AT_FDCWD, source_path.c_str(), fds[1], name.c_str(), AT_SYMLINK_FOLLOW) == 0 ? 0 : errno;
     }
     case AgentRequest::borrow:
         return refusal_errno != 0 ? refusal_errno.load() : borrow(client, payload);
@@ -249,12 +256,12 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
             return ENOENT;
         }
         unpublish(client, name);
-        value = 1;
+        reply_value = 1; // The agent keeps the registration.
         ++kept_count;
         return 0;
     case AgentRequest::drop_kept:
         CHECK(keeps_registrations && fds[0] >= 0);
-        if (refuses_while_kept) {
+        if (refuses_publish_while_kept) {
             usleep(5000);
         }
         --kept_count;
@@ -277,34 +284,37 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
     }
     auto buffer = std::make_unique<Buffer>();
     buffer->path = target;
-    std::error_code size_error; // The file may be missing: the client removes it when it detects that this agent ends.
+    // The file may be missing, because a client removes the file when it detects the end of this agent.
+    std::error_code size_error;
     buffer->bytes = fs::file_size(target, size_error);
     if (size_error) {
         return size_error.value();
     }
-    if (const int status = buffer->memory.open(target.substr(8), buffer->bytes, -1); status != 0) {
+    constexpr std::size_t folder_length = sizeof("/dev/shm") - 1;
+    if (const int status = buffer->memory.open(target.substr(folder_length), buffer->bytes, -1); status != 0) {
         return -status;
     }
-    // After the 36 characters of the UUID, only the name of a ring has an "r" or "w".
-    const std::size_t attribute_position = name.find_first_of("rw", 36);
-    if (attribute_position != std::string::npos) {
-        const std::size_t timeout_position = name.find(".t", attribute_position);
+    // After the UUID (36 characters), the name of a ring has ".r" or ".w" with its depth and ".t" with its timeout in
+    // ms (see make_link_name()). Other names have no "r" or "w" there.
+    const std::size_t direction_position = name.find_first_of("rw", 36);
+    if (direction_position != std::string::npos) {
+        const std::size_t timeout_position = name.find(".t", direction_position);
         CHECK(timeout_position != std::string::npos);
         std::unique_ptr<AgentRing> ring;
         if (const int status = AgentRing::attach(buffer->memory.base(), buffer->bytes,
-                                                 std::atoi(name.c_str() + attribute_position + 1),
+                                                 std::atoi(name.c_str() + direction_position + 1),
                                                  std::atoll(name.c_str() + timeout_position + 2) * 1000000, ring);
             status != 0) {
             return -status;
         }
         client.rings[name] = std::move(ring);
     }
-    std::error_code error;
-    if (fs::read_symlink(mount_.link(name), error) != target) {
-        fs::create_symlink(target, mount_.link(name));
+    std::error_code link_error; // If the link does not exist, read_symlink() sets this and returns an empty path.
+    if (fs::read_symlink(mount_.link_path(name), link_error) != target) {
+        fs::create_symlink(target, mount_.link_path(name));
     }
     client.published[name] = std::move(buffer);
-    ++publications;
+    ++publication_count;
     return 0;
 }
 
@@ -312,10 +322,10 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
 void Agent::unpublish(Client& client, std::string name) {
     client.rings.erase(name);
     client.published.erase(name);
-    fs::remove(mount_.link(name));
-    --publications;
-    for (Client& other : clients_) {
-        borrows -= static_cast<int>(other.borrowed.erase(name));
+    fs::remove(mount_.link_path(name));
+    --publication_count;
+    for (Client& other_client : clients_) {
+        borrow_count -= static_cast<int>(other_client.borrow_counts.erase(name));
     }
 }
 
@@ -325,39 +335,40 @@ int Agent::borrow(Client& client, const std::byte* payload) {
     CHECK_EQUAL(int{request.share_handle_bytes}, 0);
     const auto* text = reinterpret_cast<const char*>(payload + sizeof(request));
     const std::string name(text, request.name_bytes);
-    const auto has_publication = [&](const Client& other) { return other.published.contains(name); };
+    const auto has_publication = [&](const Client& other_client) { return other_client.published.contains(name); };
     if (std::none_of(clients_.begin(), clients_.end(), has_publication)) {
         return ENOENT;
     }
-    if (fs::read_symlink(mount_.link(name)) != std::string(text + request.name_bytes, request.target_bytes)) {
+    if (fs::read_symlink(mount_.link_path(name)) != std::string(text + request.name_bytes, request.target_bytes)) {
         return EINVAL;
     }
-    borrows += ++client.borrowed[name] == 1;
+    borrow_count += ++client.borrow_counts[name] == 1;
     return 0;
 }
 
 int Agent::return_borrowed(Client& client, const std::string& name) {
-    const auto entry = client.borrowed.find(name);
-    if (entry == client.borrowed.end()) {
+    const auto entry = client.borrow_counts.find(name);
+    if (entry == client.borrow_counts.end()) {
         return ENOENT;
     }
     if (--entry->second == 0) {
-        client.borrowed.erase(entry);
-        --borrows;
+        client.borrow_counts.erase(entry);
+        --borrow_count;
     }
     return 0;
 }
 
 // Returns the buffer with this id that the client has published or borrowed, or null.
-const Agent::Buffer* Agent::find_buffer(const Client& client, const std::string& id) {
+const Agent::Buffer* Agent::find_buffer(const Client& client, const std::string& uuid_text) {
     for (const auto& [name, buffer] : client.published) {
-        if (name.starts_with(id)) {
+        if (name.starts_with(uuid_text)) {
             return buffer.get();
         }
     }
-    for (const auto& [name, count] : client.borrowed) {
-        for (const Client& other : clients_) {
-            if (const auto entry = other.published.find(name); name.starts_with(id) && entry != other.published.end()) {
+    for (const auto& [name, name_borrow_count] : client.borrow_counts) {
+        for (const Client& other_client : clients_) {
+            if (const auto entry = other_client.published.find(name);
+                name.starts_with(uuid_text) && entry != other_client.published.end()) {
                 return entry->second.get();
             }
         }
@@ -366,13 +377,13 @@ const Agent::Buffer* Agent::find_buffer(const Client& client, const std::string&
 }
 
 std::int64_t Agent::execute(Client& client, const Arguments& arguments, bool is_read) {
-    Uuid id;
-    std::memcpy(id.data(), arguments.buffer_id, id.size());
-    const auto file = client.files.find(arguments.file_inode);
-    if (file == client.files.end()) {
+    Uuid buffer_id;
+    std::memcpy(buffer_id.data(), arguments.buffer_id, buffer_id.size());
+    const auto file_entry = client.file_fds.find(arguments.file_inode);
+    if (file_entry == client.file_fds.end()) {
         return -EBADF;
     }
-    const Buffer* const buffer = find_buffer(client, to_string(id));
+    const Buffer* const buffer = find_buffer(client, to_string(buffer_id));
     if (buffer == nullptr) {
         return -EACCES;
     }
@@ -381,42 +392,43 @@ std::int64_t Agent::execute(Client& client, const Arguments& arguments, bool is_
     }
     void* memory = buffer->memory.base() + arguments.buffer_offset;
     const auto offset = static_cast<off_t>(arguments.file_offset);
-    const ssize_t byte_count = is_read ? pread(file->second, memory, arguments.length, offset)
-                                       : pwrite(file->second, memory, arguments.length, offset);
+    const ssize_t byte_count = is_read ? pread(file_entry->second, memory, arguments.length, offset)
+                                       : pwrite(file_entry->second, memory, arguments.length, offset);
     return byte_count < 0 ? -errno : byte_count;
 }
 
 std::size_t Agent::drain_ring(Client& client, AgentRing& ring, bool is_read) {
-    if (is_held_) {
+    if (is_paused_) {
         return 0;
     }
     std::array<ClaimedOperation, 32> claimed;
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    const std::size_t count = ring.claim(claimed, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
-    for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t claimed_count =
+        ring.claim(claimed, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+    for (std::size_t i = 0; i < claimed_count; ++i) {
         CHECK(ring.complete(claimed[i].position, execute(client, claimed[i].arguments, is_read)));
     }
     ring.flush();
-    return count;
+    return claimed_count;
 }
 
-void Agent::hold(bool is_held) {
+void Agent::pause_rings(bool is_paused) {
     const std::lock_guard lock(mutex_);
-    is_held_ = is_held;
+    is_paused_ = is_paused;
 }
 
 void Agent::drain_rings() {
     while (!is_stopping_) {
-        std::size_t count = 0;
+        std::size_t executed_count = 0;
         bool are_all_idle = true;
         {
             const std::lock_guard lock(mutex_);
             for (Client& client : clients_) {
                 for (auto& [name, ring] : client.rings) {
-                    count += drain_ring(client, *ring, name.find(".r", 36) != std::string::npos);
+                    executed_count += drain_ring(client, *ring, name.find(".r", 36) != std::string::npos);
                 }
             }
-            if (count == 0) {
+            if (executed_count == 0) {
                 for (Client& client : clients_) {
                     for (auto& [name, ring] : client.rings) {
                         are_all_idle = ring->prepare_to_sleep() && are_all_idle;
@@ -424,7 +436,9 @@ void Agent::drain_rings() {
                 }
             }
         }
-        if (count == 0) {
+        if (executed_count == 0) {
+            // Sleep on the submit semaphore of normal priority: 2 ms if each ring announced the sleep, else 20 us. A
+            // post for a ring with another priority does not end the sleep. Then reset the semaphore.
             timespec deadline{};
             clock_gettime(CLOCK_REALTIME, &deadline);
             deadline.tv_nsec += are_all_idle ? 2000000 : 20000;

@@ -1,6 +1,6 @@
 // A mount in a temporary folder, and a minimal agent for it, for the tests of the client library. The agent implements
-// the protocol of the socket, and executes the operations in rings by pread and pwrite on ordinary files. It runs on
-// threads of the test.
+// the protocol of agent.sock (agent_protocol.hpp), and executes the operations in rings by pread and pwrite on ordinary
+// files. The agent runs on threads of the test's process.
 #pragma once
 
 #include "usrbio/client/agent_protocol.hpp"
@@ -21,7 +21,8 @@
 
 namespace gdrkit::usrbio::test {
 
-// A folder with semaphores and their links, which the destructor removes.
+// A folder that the client library accepts as a mount of 3FS: it has the folder of the links, and links to the three
+// submit semaphores. The destructor removes the folder and the semaphores.
 class Mount {
 public:
     Mount();
@@ -30,9 +31,10 @@ public:
     Mount& operator=(const Mount&) = delete;
 
     const char* path() const noexcept { return path_.c_str(); }
-    std::string file(const std::string& name) const { return path_ + "/" + name; }
-    std::string link(const std::string& name) const { return make_link_path(path_.c_str(), name); }
-    std::vector<std::string> links() const; // Names of the links by which clients have published iovs and rings.
+    std::string file_path(const std::string& name) const { return path_ + "/" + name; }
+    std::string link_path(const std::string& name) const { return make_link_path(path_.c_str(), name); }
+    // Returns the names of the links by which clients have published iovs and rings.
+    std::vector<std::string> link_names() const;
     // Submit semaphore of a priority: 0 high, 1 normal, 2 low.
     sem_t* submit_semaphore(int priority) const noexcept { return semaphores_[priority]; }
 
@@ -42,64 +44,73 @@ private:
     sem_t* semaphores_[3];
 };
 
+// The minimal agent. Tests read its counters, and set its flags to make requests fail.
 class Agent {
 public:
-    // With Rings::not_served, the code that created this agent serves the rings.
+    // With Rings::served, a thread of this agent serves the rings. With Rings::not_served, the test itself serves them.
     enum class Rings : std::uint8_t { served, not_served };
     explicit Agent(Mount& mount, Rings rings = Rings::served);
     ~Agent(); // Closes every connection.
 
-    std::atomic<int> refusal_errno{0}; // Errno of the next publications, borrows and registrations; 0: they succeed.
-    // After hold(true), the agent claims no operation from the rings until hold(false). When hold() returns, all
-    // operations claimed before have completed.
-    void hold(bool is_held);
-    // If true, the agent reports agent_feature_keep: after an unpublish, it keeps the registration of the memory for
-    // the next iov. `kept_count` is the number of these registrations.
+    // Errno with which the agent refuses publications, borrows and registrations of files; 0: no refusal.
+    std::atomic<int> refusal_errno{0};
+    // After pause_rings(true), the agent claims no operation from the rings until pause_rings(false). When
+    // pause_rings() returns, all operations claimed before have completed.
+    void pause_rings(bool is_paused);
+    // If true, the agent reports agent_feature_keep: after an unpublish, the agent keeps the registration of the memory
+    // for the next iov. `kept_count` is the number of these registrations.
     std::atomic<bool> keeps_registrations{false};
     std::atomic<int> kept_count{0};
-    // If true, a publish request fails with EDQUOT while the agent keeps registrations. Each deregistration takes 5 ms.
-    std::atomic<bool> refuses_while_kept{false};
-    std::atomic<bool> reply_malformed{false};    // The replies carry a wrong sequence number.
-    std::atomic<bool> close_at_unpublish{false}; // The agent closes the connection at the next unpublish.
-    std::atomic<int> files{0};                   // Number of registered files.
-    std::atomic<int> publications{0};            // Number of publications that exist.
-    // Number of borrowed names, summed over all clients. A client borrows the publication of another process to use its
-    // memory.
-    std::atomic<int> borrows{0};
-    std::atomic<int> connections{0}; // Number of connected clients.
+    // If true, a publish request fails with EDQUOT while the agent keeps registrations, and drop_kept takes 5 ms.
+    std::atomic<bool> refuses_publish_while_kept{false};
+    std::atomic<bool> corrupts_replies{false};   // If true, the replies carry a wrong sequence number.
+    std::atomic<bool> close_at_unpublish{false}; // If true, an unpublish request makes the agent close the connection.
+    std::atomic<int> file_count{0};              // Number of registered files.
+    std::atomic<int> publication_count{0};       // Number of publications that exist.
+    // Number of borrowed names, summed over all clients. A client borrows the publication of another process to use
+    // the published memory.
+    std::atomic<int> borrow_count{0};
+    std::atomic<int> connection_count{0}; // Number of connected clients.
 
 private:
+    // Memory that a client has published: an iov or a ring.
     struct Buffer {
-        std::string path;
+        std::string path; // In /dev/shm.
         SharedMemory memory;
         std::size_t bytes = 0;
     };
     struct Client {
-        int socket = -1;
+        int socket_fd = -1;
         std::thread thread;
-        std::map<std::string, std::unique_ptr<Buffer>> published;
-        std::map<std::string, std::unique_ptr<AgentRing>> rings;
-        std::map<std::uint64_t, int> files;         // Descriptor of each registered file, by inode.
-        std::map<std::string, int> borrowed;        // Number of borrows of each name.
-        std::map<std::uint64_t, int> registrations; // Number of registrations of each file, by inode.
+        std::map<std::string, std::unique_ptr<Buffer>> published; // By link name; also the memory of rings.
+        std::map<std::string, std::unique_ptr<AgentRing>> rings;  // By link name.
+        std::map<std::string, int> borrow_counts;                 // Number of borrows of each link name.
+        std::map<std::uint64_t, int> file_fds;                    // Descriptor of each registered file, by inode.
+        std::map<std::uint64_t, int> registration_counts;         // Number of registrations of each file, by inode.
     };
     void accept_clients();
     void serve(Client& client);
+    // Executes a request and returns 0 or a positive errno. `fds`: two elements, the descriptors that came with the
+    // request, or -1. For requests whose reply is one number, sets `reply_value`.
     int handle_request(Client& client, const AgentHeader& header, const std::byte* payload, const int* fds,
                        std::uint64_t& reply_value);
+    // publish(), borrow() and return_borrowed() return 0 or a positive errno. `unnamed_fd`: memory that has no name in
+    // /dev/shm yet, or -1.
     int publish(Client& client, const std::byte* payload, std::size_t length, int unnamed_fd);
     void unpublish(Client& client, std::string name);
     int borrow(Client& client, const std::byte* payload);
     int return_borrowed(Client& client, const std::string& name);
-    const Buffer* find_buffer(const Client& client, const std::string& id);
-    void drain_rings();
+    const Buffer* find_buffer(const Client& client, const std::string& uuid_text);
+    void drain_rings(); // Runs on drainer_: executes the operations in all rings until the agent stops.
+    // Executes the operations that can be claimed from one ring, and returns their number.
     std::size_t drain_ring(Client& client, AgentRing& ring, bool is_read);
+    // Executes one operation. Returns the number of bytes or -errno.
     std::int64_t execute(Client& client, const Arguments& arguments, bool is_read);
 
     Mount& mount_;
-    int listener_;
+    int listener_fd_;
     std::mutex mutex_;
-    bool is_held_ = false;
+    bool is_paused_ = false;
     std::list<Client> clients_;
     std::atomic<bool> is_stopping_{false};
     std::thread acceptor_;

@@ -19,22 +19,23 @@ namespace {
 
 constexpr std::size_t memory_bytes = 1 << 20;
 constexpr std::byte untouched{0xa5};
-// Much longer than any burst takes, so that only a hang reaches it.
+// This time limit is much longer than any burst takes, so that only a hang reaches the limit.
 constexpr std::chrono::seconds completion_timeout{60};
 
 // The passive peer: one queue pair for each queue pair of the initiator, and the memory that the initiator accesses.
 class Peer {
 public:
-    Peer(const std::string& device_name, std::size_t pairs_count)
+    Peer(const std::string& device_name, std::size_t pair_count)
         : memory(memory_bytes, untouched), device_(device_name) {
-        queue_.reset(ibv_create_cq(device_.context(), 16, nullptr, nullptr, 0));
-        CHECK(queue_ != nullptr);
+        completion_queue_.reset(ibv_create_cq(device_.context(), 16, nullptr, nullptr, 0));
+        CHECK(completion_queue_ != nullptr);
         region.reset(ibv_reg_mr(device_.domain(), memory.data(), memory.size(), access_flags));
         CHECK(region != nullptr);
-        for (std::size_t index = 0; index < pairs_count; ++index) {
+        for (std::size_t index = 0; index < pair_count; ++index) {
             ibv_qp_init_attr attributes{};
-            attributes.send_cq = attributes.recv_cq = queue_.get();
-            attributes.cap = {1, 1, 1, 1, 0};
+            attributes.send_cq = attributes.recv_cq = completion_queue_.get();
+            attributes.cap = {
+                .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
             attributes.qp_type = IBV_QPT_RC;
             pairs_.emplace_back(ibv_create_qp(device_.domain(), &attributes));
             CHECK(pairs_.back() != nullptr);
@@ -51,24 +52,24 @@ public:
 
     void connect(const std::vector<Endpoint>& peers) {
         for (std::size_t index = 0; index < pairs_.size(); ++index) {
-            ibv_qp_attr init{};
-            init.qp_state = IBV_QPS_INIT;
-            init.port_num = device_.port();
-            init.qp_access_flags = access_flags;
-            modify(index, init, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
-            ibv_qp_attr ready{};
-            ready.qp_state = IBV_QPS_RTR;
-            ready.path_mtu = IBV_MTU_1024;
-            ready.dest_qp_num = peers[index].qp_number;
-            ready.rq_psn = peers[index].psn;
-            ready.max_dest_rd_atomic = device_.reads_max();
-            ready.min_rnr_timer = 12;
-            ready.ah_attr.is_global = 1;
-            ready.ah_attr.port_num = device_.port();
-            ready.ah_attr.grh.dgid = peers[index].gid;
-            ready.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device_.gid_index());
-            ready.ah_attr.grh.hop_limit = 1;
-            modify(index, ready,
+            ibv_qp_attr init_attributes{};
+            init_attributes.qp_state = IBV_QPS_INIT;
+            init_attributes.port_num = device_.port();
+            init_attributes.qp_access_flags = access_flags;
+            modify(index, init_attributes, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+            ibv_qp_attr rtr_attributes{};
+            rtr_attributes.qp_state = IBV_QPS_RTR;
+            rtr_attributes.path_mtu = IBV_MTU_1024;
+            rtr_attributes.dest_qp_num = peers[index].qp_number;
+            rtr_attributes.rq_psn = peers[index].psn;
+            rtr_attributes.max_dest_rd_atomic = device_.reads_max();
+            rtr_attributes.min_rnr_timer = 12; // 0.64 ms
+            rtr_attributes.ah_attr.is_global = 1;
+            rtr_attributes.ah_attr.port_num = device_.port();
+            rtr_attributes.ah_attr.grh.dgid = peers[index].gid;
+            rtr_attributes.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device_.gid_index());
+            rtr_attributes.ah_attr.grh.hop_limit = 1;
+            modify(index, rtr_attributes,
                    IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
                        IBV_QP_MIN_RNR_TIMER);
         }
@@ -84,28 +85,29 @@ private:
         CHECK(ibv_modify_qp(pairs_[index].get(), &attributes, mask | IBV_QP_STATE) == 0);
     }
     Device device_;
-    Owned<ibv_cq> queue_;
+    Owned<ibv_cq> completion_queue_;
     std::vector<Owned<ibv_qp>> pairs_;
 
 public:
-    Owned<ibv_mr> region; // The last member, so that it is deregistered before its domain and its memory are freed.
+    Owned<ibv_mr> region; // As the last member, the region is deregistered before its domain and its memory are freed.
 };
 
 // An initiator and a peer that are connected to each other. The memory of the initiator has random bytes.
 struct ConnectedPair {
-    ConnectedPair(std::size_t pairs_count, std::uint32_t depth_max)
-        : device_name(Device::list_names().front()), peer(device_name, pairs_count),
-          initiator(device_name, memory_bytes, pairs_count, depth_max) {
+    ConnectedPair(std::size_t pair_count, std::uint32_t depth_max)
+        : device_name(Device::list_names().front()), peer(device_name, pair_count),
+          initiator(device_name, memory_bytes, pair_count, depth_max) {
         peer.connect(initiator.endpoints());
         initiator.connect(peer.endpoints(), initiator.reads_max());
         std::mt19937 random_generator(1);
         std::generate(initiator.memory().begin(), initiator.memory().end(),
                       [&] { return std::byte(random_generator() & 255); });
     }
-    Burst make_burst(Direction direction, std::uint32_t length, std::uint32_t slots, std::uint64_t operations) const {
+    Burst make_burst(Direction direction, std::uint32_t length_bytes, std::uint32_t slots,
+                     std::uint64_t operations) const {
         Burst burst;
         burst.direction = direction;
-        burst.length_bytes = length;
+        burst.length_bytes = length_bytes;
         burst.slots = slots;
         burst.operations = operations;
         burst.remote_address = peer.address();
@@ -128,7 +130,7 @@ template <typename Action> int get_errno(const Action& action) {
     try {
         action();
     } catch (const Error& error) {
-        return error.number();
+        return error.error_number();
     }
     return 0;
 }
@@ -136,17 +138,17 @@ template <typename Action> int get_errno(const Action& action) {
 // Tries many valid combinations of depth and list length, with one and with three queue pairs. In some combinations,
 // neither number divides the other.
 void test_burst_moves_every_slot_and_nothing_else() {
-    constexpr std::uint32_t length = 1021, slots = 37;
-    for (const std::size_t pairs_count : {1, 3}) {
-        ConnectedPair connected(pairs_count, 8);
-        for (std::uint32_t depth = 1; depth <= 8 * pairs_count; depth += 3) {
+    constexpr std::uint32_t length_bytes = 1021, slots = 37;
+    for (const std::size_t pair_count : {1, 3}) {
+        ConnectedPair connected(pair_count, 8);
+        for (std::uint32_t depth = 1; depth <= 8 * pair_count; depth += 3) {
             for (std::uint32_t list_length = 1; list_length <= std::min(depth, 8U); list_length += 2) {
                 std::fill(connected.peer.memory.begin(), connected.peer.memory.end(), untouched);
-                Burst burst = connected.make_burst(Direction::to_peer, length, slots, 100);
+                Burst burst = connected.make_burst(Direction::to_peer, length_bytes, slots, 100);
                 burst.depth = depth;
                 burst.list_length = list_length;
                 CHECK(is_complete(connected.initiator.run(burst), burst));
-                constexpr std::size_t moved_bytes = std::size_t{length} * slots;
+                constexpr std::size_t moved_bytes = std::size_t{length_bytes} * slots;
                 CHECK(std::memcmp(connected.peer.memory.data(), connected.initiator.memory().data(), moved_bytes) == 0);
                 CHECK(std::all_of(connected.peer.memory.begin() + moved_bytes, connected.peer.memory.end(),
                                   [](std::byte byte) { return byte == untouched; }));
@@ -171,17 +173,17 @@ void test_read_burst_moves_the_first_slots() {
 void test_single_operations_are_timed() {
     ConnectedPair connected(1, 4);
     const Burst burst = connected.make_burst(Direction::to_peer, 8, 3, 50);
-    std::vector<std::uint64_t> times(50);
-    const Outcome outcome = connected.initiator.run_singly(burst, times);
+    std::vector<std::uint64_t> times_ns(50);
+    const Outcome outcome = connected.initiator.run_singly(burst, times_ns);
     CHECK(is_complete(outcome, burst));
-    std::uint64_t total = 0;
-    for (const std::uint64_t time_ns : times) {
+    std::uint64_t total_ns = 0;
+    for (const std::uint64_t time_ns : times_ns) {
         CHECK(time_ns > 0);
-        total += time_ns;
+        total_ns += time_ns;
     }
-    CHECK(total <= outcome.elapsed_ns);
-    times.resize(49);
-    CHECK(get_errno([&] { connected.initiator.run_singly(burst, times); }) == EINVAL);
+    CHECK(total_ns <= outcome.elapsed_ns);
+    times_ns.resize(49);
+    CHECK(get_errno([&] { connected.initiator.run_singly(burst, times_ns); }) == EINVAL);
 }
 
 void test_invalid_burst_is_refused() {
@@ -192,9 +194,9 @@ void test_invalid_burst_is_refused() {
     invalid_bursts[1].slots = 0;
     invalid_bursts[2].operations = 0;
     invalid_bursts[3].depth = 0;
-    invalid_bursts[4].slots = 257;
-    invalid_bursts[5].depth = 9;
-    invalid_bursts[6].depth = 3;
+    invalid_bursts[4].slots = 257; // The slots are larger than the memory.
+    invalid_bursts[5].depth = 9;   // Two queue pairs with depth_max 4 have at most 8 operations in progress.
+    invalid_bursts[6].depth = 3;   // The list is longer than the depth.
     invalid_bursts[6].list_length = 4;
     for (const Burst& burst : invalid_bursts) {
         CHECK(get_errno([&] { connected.initiator.run(burst); }) == EINVAL);
@@ -209,14 +211,14 @@ void test_access_beyond_the_peer_memory_is_a_status() {
         ConnectedPair connected(1, 8);
         Burst burst = connected.make_burst(Direction::to_peer, 64, 4, 20);
         burst.remote_address += memory_bytes - 64; // The second slot is beyond the end of the memory.
-        std::vector<std::uint64_t> times(20);
+        std::vector<std::uint64_t> times_ns(20);
         const Outcome outcome =
-            is_single ? connected.initiator.run_singly(burst, times) : connected.initiator.run(burst);
+            is_single ? connected.initiator.run_singly(burst, times_ns) : connected.initiator.run(burst);
         CHECK(outcome.status == IBV_WC_REM_ACCESS_ERR && !outcome.timed_out && outcome.done == 1);
     }
 }
 
-// The region is deregistered while the burst is in progress. The burst has so many operations that only the
+// The peer deregisters its region while the burst is in progress. The burst has so many operations that only the
 // deregistration ends it.
 void test_deregistered_region_ends_a_burst() {
     ConnectedPair connected(3, 32);

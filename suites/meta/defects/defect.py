@@ -1,6 +1,6 @@
-"""Data model of the defect injection: fixed defects that can be injected again, and the findings of the reviews.
+"""Data model of the findings of code reviews, and of their defects, which are fixed and can be injected again.
 
-``meta.defects.run`` puts each defect back and checks that its case in suites/review fails.
+``meta.defects.run`` injects each defect and checks that its case in suites/review fails.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Defect", "Finding", "NativeDefect"]
 
 @dataclass(frozen=True, slots=True)
 class NativeDefect:
-    """A defect of the usrbio client library: the patch of one source file, and a one-line description."""
+    """A defect of the usrbio client library: the patch that injects it, and a one-line description."""
 
     patch: Patch
-    text: str
+    description: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,17 @@ class Defect:
     finding : str
         Identifier of the finding: ``1`` to ``6`` in the first review, ``a`` to ``t`` in the later ones.
     case : str
-        File and name of the case that must fail, below suites/review. Every other case there must pass, except those in
-        `also_fails`.
+        The case that must fail, as ``FILE::FUNCTION`` below suites/review. Every other case there must pass, except the
+        cases in `also_fails`.
     symptom : str
         Text that the failure of that case must contain. If the case fails with another text, the defect does not count
         as caught.
     module : str
-        The module of gdrkit that gets the defect, or the source file of the C library.
+        The imported name of the gdrkit module that gets the defect, or the path of the source file of the C library.
     injection : callable or NativeDefect
         The function that injects the defect into the imported module, or the patch of the C library.
     also_fails : tuple of str
-        Other cases that must fail, because they depend on the same code.
+        Other cases that must fail, too, because they depend on the same code.
     """
 
     finding: str
@@ -55,14 +55,14 @@ class Defect:
 
     @property
     def name(self) -> str:
-        """Name of the defect in GDRKIT_DEFECT."""
+        """Name of the defect, the value of GDRKIT_DEFECT that injects it (for a defect in Python)."""
         return self.injection.patch.name if isinstance(self.injection, NativeDefect) else self.injection.__name__
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         """Description of the defect in one line."""
         if isinstance(self.injection, NativeDefect):
-            return self.injection.text
+            return self.injection.description
         return (self.injection.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
@@ -71,4 +71,4 @@ class Finding:
     """A finding of a review: its identifier (see `Defect.finding`), and a description in one line."""
 
     identifier: str
-    text: str
+    description: str

@@ -1,6 +1,7 @@
 """Generator of docs/findings.md: the defects that the reviews found, and the items of the first documents.
 
-``python -m meta.defects.document``, with suites/ on PYTHONPATH, writes the file without the run of ``nox -s review``.
+``python -m meta.defects.document``, with suites/ on PYTHONPATH, writes the file and runs no case.
+``nox -s review`` runs the cases, and then writes the file, too.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ _HEAD = """# Findings: the defects of the first GDR code, and the items of the f
 [The items](#the-items-of-the-five-documents) of the documents that gdrkit began with are at the end.
 
 The first GDR (GPUDirect RDMA) code had the defects 1 to 6 and a to o. The findings with numbers are from its first
-review, those with letters are from later reviews. p to t are defects of earlier versions of gdrkit: claims that no byte
-proved ([proven.md](proven.md)). gdrkit has none of the defects, and a case in `suites/review` detects each of them.
+review, those with letters are from later reviews. p to t are defects of earlier versions of gdrkit, which reported
+a path or data as good although no transfer had proven that ([proven.md](proven.md)). gdrkit has none of the defects,
+and a case in `suites/review` detects each of them.
 
 `nox -s review` shows that each case can fail. For each defect, the session starts a separate process in which the
 defect is put back into gdrkit. The case must then fail with the symptom below, and no other case of the review may
-fail. A defect of the C library is put back by a build of the library. The session prints this table with the observed
-symptoms, and writes this file.
+fail. For a defect of the C library, the process loads a build of the library that has the defect. The session prints
+these tables with the observed symptoms, and writes this file.
 """
 
 
@@ -35,11 +37,13 @@ def render() -> str:
     for finding in sorted(FINDINGS, key=lambda finding: finding.identifier):
         defects = [defect for defect in DEFECTS.values() if defect.finding == finding.identifier]
         lines += [
-            f"## {finding.identifier}: {finding.text}\n",
+            f"## {finding.identifier}: {finding.description}\n",
             "| case | defect that is put back | symptom |",
             "|---|---|---|",
         ]
-        lines += [f"| `{defect.case.rpartition('::')[2]}` | {defect.text} | {defect.symptom} |" for defect in defects]
+        lines += [
+            f"| `{defect.case.rpartition('::')[2]}` | {defect.description} | {defect.symptom} |" for defect in defects
+        ]
         lines.append("")
     lines.append(items_document.render())
     return "\n".join(lines)

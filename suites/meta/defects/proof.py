@@ -1,7 +1,8 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
-"""Defects that make gdrkit report a path as proven that no transfer has proven. Each is one function or one patch.
+"""Defects of the findings p to t: gdrkit reports a path or data as good, although no transfer has proven that.
 
-``meta.defects.run`` imports the module that a defect changes, and passes that module to the function.
+Each defect is one function or one patch. The hook site/sitecustomize.py passes the module that a defect changes to the
+function. docs/findings.md shows the docstrings of the functions.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def ignore_counters(routes: Any) -> None:
 
 
 def report_loopback_as_wire(reach: Any) -> None:
-    """each measurement is reported as one over the wire, also with one NIC at both ends"""
+    """each measurement is reported as a transfer over the wire, even if one NIC is at both ends"""
     original_function = reach._Measurement.run
 
     def run(self: Any, route: Any) -> Any:
@@ -60,7 +61,7 @@ def leave_out_flush(client: Any) -> None:
 
 
 def accept_registered_gpu(manager: Any) -> None:
-    """`GdrManager` is available if memory can be registered, whether bytes move or not"""
+    """`GdrManager` is available if memory can be registered, even if no bytes move"""
 
     def _probe(self: Any, device: Any, *, is_enabled: bool) -> Any:
         route = obstacle = None

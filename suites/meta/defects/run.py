@@ -3,8 +3,8 @@
 The cases run first without a defect, then once for each defect. A defect in Python replaces functions of gdrkit. For a
 defect in C++, the process loads a build of the usrbio client library from the folder ``--libraries``.
 
-A defect is caught if its case fails in the body with the expected symptom, and no other case fails except the cases
-that the table names for the defect. A failure at import, in set-up or with another message does not count. The exit
+A defect is caught if its case fails in the body with the expected symptom, the cases in `Defect.also_fails` fail, too,
+and no other case fails. A failure at import, in set-up, in tear-down or with another message does not count. The exit
 code is 0 if every defect is caught, and 1 otherwise.
 """
 
@@ -42,14 +42,14 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class DefectOutcome:
-    """Result of a run with a defect: whether the defect is caught, and the text of the observed failure."""
+    """Result of a run with a defect: whether it is caught, and the text of the failure, or why it is not caught."""
 
     is_caught: bool
     observed_text: str
 
 
 def classify_run(defect: Defect, records: Mapping[str, Record]) -> DefectOutcome:
-    """Return the outcome of a run with this defect, from the records of its cases."""
+    """Return the outcome of a run with this defect. The keys of `records` are cases in the form of `Defect.case`."""
     record = records.get(defect.case)
     if record is None:
         return DefectOutcome(is_caught=False, observed_text="the case has no record")
@@ -63,78 +63,92 @@ def classify_run(defect: Defect, records: Mapping[str, Record]) -> DefectOutcome
     if missing_failures := sorted(expected_cases - failed_cases):
         return DefectOutcome(is_caught=False, observed_text=f"these cases do not fail: {', '.join(missing_failures)}")
     # The text of a failure in set-up or tear-down begins with the phase. Such a failure does not count.
-    text = record.reasons[0].text
-    if text.startswith(("setup:", "teardown:")):
-        return DefectOutcome(is_caught=False, observed_text=text)
-    return DefectOutcome(is_caught=defect.symptom in text, observed_text=text)
+    failure_text = record.reasons[0].text
+    if failure_text.startswith(("setup:", "teardown:")):
+        return DefectOutcome(is_caught=False, observed_text=failure_text)
+    return DefectOutcome(is_caught=defect.symptom in failure_text, observed_text=failure_text)
 
 
-def _get_library_path(libraries: Path, defect: Defect) -> Path:
+def _get_library_path(library_folder: Path, defect: Defect) -> Path:
     """Return the path of the client library with this defect."""
-    return libraries / f"lib{defect.name}.so"
+    return library_folder / f"lib{defect.name}.so"
 
 
-def _run_review(defect: Defect | None, libraries: Path) -> dict[str, Record]:
-    """Run the cases of the review, with or without a defect, and return the records by case below suites/review."""
+def _run_review(defect: Defect | None, library_folder: Path) -> dict[str, Record]:
+    """Run the cases of the review, with or without a defect, and return the records by case, as in `Defect.case`."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "records.jsonl"
+        records_path = Path(folder) / "records.jsonl"
         environ = dict(os.environ)
-        paths = [str(SUITES / "meta" / "defects" / "site"), str(SUITES), environ.get("PYTHONPATH", "")]
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        python_paths = [str(SUITES / "meta" / "defects" / "site"), str(SUITES), environ.get("PYTHONPATH", "")]
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, python_paths))
         environ.pop("GDRKIT_DEFECT", None)
         if defect is not None and isinstance(defect.injection, NativeDefect):
-            environ["GDRKIT_USRBIO_LIBRARY"] = str(_get_library_path(libraries, defect))
+            environ["GDRKIT_USRBIO_LIBRARY"] = str(_get_library_path(library_folder, defect))
         elif defect is not None:
             environ["GDRKIT_DEFECT"] = defect.name
-        command = [sys.executable, "-m", "pytest", "-q", "--seed=1", f"--records={path}", str(SUITES / "review")]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--seed=1",
+            f"--records={records_path}",
+            str(SUITES / "review"),
+        ]
         completed = subprocess.run(
             command, env=environ, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, cwd=SUITES.parent
         )
-        if not path.exists():
+        if not records_path.exists():
             print(completed.stdout[-4000:] + completed.stderr[-4000:])  # noqa: T201
             return {}
-        return {record.case.rpartition("review/")[2]: record for record in read_records(path)}
+        return {record.case.rpartition("review/")[2]: record for record in read_records(records_path)}
 
 
 def _print_rows(rows: Iterable[tuple[str, ...]]) -> None:
-    for finding, case, defect, symptom, verdict in rows:
-        print(f"{finding:3} {verdict:12} {case}")  # noqa: T201
-        print(f"    {defect}\n    -> {symptom}")  # noqa: T201
+    """Print three lines for each defect. The fields of a row are finding, case, description, symptom and result."""
+    for finding, case, description, symptom, result in rows:
+        print(f"{finding:3} {result:12} {case}")  # noqa: T201
+        print(f"    {description}\n    -> {symptom}")  # noqa: T201
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table with the observed symptoms, write docs/findings.md, and return 0 if every defect is caught."""
+    """Inject each defect, print the observed symptoms, write docs/findings.md. Return 0 if every defect is caught."""
     parser = argparse.ArgumentParser(prog="meta.defects.run", description=main.__doc__)
-    parser.add_argument("--libraries", type=Path, required=True, help="folder of the client libraries with defects")
-    libraries = parser.parse_args(arguments).libraries
+    parser.add_argument(
+        "--libraries",
+        type=Path,
+        required=True,
+        help="folder with one client library lib<defect>.so for each defect in C++",
+    )
+    library_folder = parser.parse_args(arguments).libraries
     native_defects = [defect for defect in DEFECTS.values() if isinstance(defect.injection, NativeDefect)]
     if missing_libraries := [
-        _get_library_path(libraries, defect)
+        _get_library_path(library_folder, defect)
         for defect in native_defects
-        if not _get_library_path(libraries, defect).exists()
+        if not _get_library_path(library_folder, defect).exists()
     ]:
-        print("these libraries are not built:", *missing_libraries, sep="\n  ")  # noqa: T201
+        print("build these libraries with nox -s review:", *missing_libraries, sep="\n  ")  # noqa: T201
         return 1
-    baseline = _run_review(None, libraries)
-    failed_cases = sorted(case for case, record in baseline.items() if record.verdict is not Verdict.PASS)
+    baseline_records = _run_review(None, library_folder)
+    failed_cases = sorted(case for case, record in baseline_records.items() if record.verdict is not Verdict.PASS)
     required_cases = {defect.case for defect in DEFECTS.values()}
-    if failed_cases or not required_cases <= baseline.keys():
-        missing_cases = sorted(required_cases - baseline.keys())
+    if failed_cases or not required_cases <= baseline_records.keys():
+        missing_cases = sorted(required_cases - baseline_records.keys())
         print("these cases do not pass without a defect:", *(failed_cases or missing_cases), sep="\n  ")  # noqa: T201
         return 1
-    # Four runs at a time use two processors better, because a run mostly waits for its peer processes.
+    # A run mostly waits for its peer processes, so four concurrent runs keep two processors busy.
     with ThreadPoolExecutor(max_workers=4) as pool:
-        record_sets = pool.map(lambda defect: _run_review(defect, libraries), DEFECTS.values())
-        records = dict(zip(DEFECTS, record_sets, strict=True))
-    outcomes = {name: classify_run(defect, records[name]) for name, defect in DEFECTS.items()}
-    finding_texts = {finding.identifier: finding.text for finding in FINDINGS}
-    for identifier in sorted(finding_texts):
-        print(f"\n{identifier}: {finding_texts[identifier]}")  # noqa: T201
+        records_of_runs = pool.map(lambda defect: _run_review(defect, library_folder), DEFECTS.values())
+        records_by_defect = dict(zip(DEFECTS, records_of_runs, strict=True))
+    outcomes = {name: classify_run(defect, records_by_defect[name]) for name, defect in DEFECTS.items()}
+    description_by_finding = {finding.identifier: finding.description for finding in FINDINGS}
+    for identifier in sorted(description_by_finding):
+        print(f"\n{identifier}: {description_by_finding[identifier]}")  # noqa: T201
         _print_rows(
             (
                 identifier,
                 defect.case,
-                defect.text,
+                defect.description,
                 defect.symptom
                 if outcomes[name].is_caught
                 else f"{defect.symptom!r}, but: {outcomes[name].observed_text}",

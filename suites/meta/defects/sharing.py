@@ -1,7 +1,8 @@
 # ruff: noqa: ANN401, ARG005, SLF001 - this file replaces private functions of gdrkit, which have no types here.
 """Defects that can be put back into the export and import of device memory, one function each.
 
-``meta.defects.run`` calls each function with the imported module of gdrkit.
+The hook site/sitecustomize.py calls each function with the imported module of gdrkit. docs/findings.md shows the
+docstrings of the functions.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any, Self
 
 __all__ = [
     "export_base_for_interior",
-    "export_empty_handle",
     "export_placeholder",
+    "export_placeholder_handle",
     "import_null_pointer",
     "skip_base_check",
     "skip_device_check",
@@ -42,8 +43,8 @@ def export_placeholder(share: Any) -> None:
     share.export_address = export_address
 
 
-def export_empty_handle(gdr_handle: Any) -> None:
-    """`export_gdr` leaves the IPC handle empty"""
+def export_placeholder_handle(gdr_handle: Any) -> None:
+    """`export_gdr` exports placeholder bytes as the IPC handle"""
 
     def export_gdr(memory: Any) -> bytes:
         gdr_handle._refuse_inside_allocation(memory)
@@ -57,6 +58,8 @@ def export_empty_handle(gdr_handle: Any) -> None:
 
 
 class _NullMemory:
+    """Memory whose address is a null pointer."""
+
     address = 0
 
     def __init__(self, device: Any) -> None:
@@ -76,7 +79,7 @@ def import_null_pointer(gdr_handle: Any) -> None:
     original_function = gdr_handle.import_gdr
 
     def import_gdr(device: Any, data: bytes) -> _NullMemory:
-        original_function(device, data).close()  # The original still refuses a wrong handle or device.
+        original_function(device, data).close()  # This call still refuses a wrong handle or device.
         return _NullMemory(device)
 
     gdr_handle.import_gdr = import_gdr
@@ -92,7 +95,7 @@ def export_base_for_interior(share: Any) -> None:
 
 
 def skip_base_check(gdr_handle: Any) -> None:
-    """`export_gdr` accepts interior memory of an allocation"""
+    """`export_gdr` accepts memory that does not begin at the base of its allocation"""
     gdr_handle._refuse_inside_allocation = lambda memory: None
 
 

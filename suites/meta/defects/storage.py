@@ -1,7 +1,8 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
 """Defects that can be put back into the storage client: accesses of the CPU to device memory, one function each.
 
-``meta.defects.run`` calls each function with the imported module of gdrkit.
+The hook site/sitecustomize.py calls each function with the imported module of gdrkit. docs/findings.md shows the
+docstrings of the functions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = [
     "register_device_as_host",
 ]
 
-# Longest transfer whose data the defects put into the message itself.
+# Longest transfer whose data the CPU copies into the request or the reply, in bytes.
 _INLINE_BYTES = 4096
 
 
@@ -28,7 +29,7 @@ def _get_address(buffer: Any) -> int:
 
 
 def _make_view(buffer: Any, length_bytes: int) -> memoryview:
-    """Return a memoryview at the device address of a buffer. The process gets SIGSEGV when it reads the view."""
+    """Return a memoryview at the device address of a buffer. The CPU gets SIGSEGV when it reads the device memory."""
     return memoryview((ctypes.c_ubyte * length_bytes).from_address(_get_address(buffer))).cast("B")
 
 

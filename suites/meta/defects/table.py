@@ -1,6 +1,7 @@
-"""Table of the findings of the reviews. Each has defects that are put back, a case that must fail, and a symptom.
+"""Tables of the findings of the code reviews, and of their defects.
 
-docs/findings.md shows the table.
+A finding has one or more defects. For each defect, the table names the function or patch that injects it again, the
+case that must then fail, and the symptom. docs/findings.md shows both tables.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from meta.defects.defect import Defect, Finding
 
 __all__ = ["DEFECTS", "FINDINGS"]
 
-_REVIEW = "test_gdr_review.py::"
-_LATER = "test_later_defects.py::"
+# Files of the cases, below suites/review.
+_GDR_REVIEW = "test_gdr_review.py::"
+_LATER_DEFECTS = "test_later_defects.py::"
 _PROOF = "test_proof_review.py::"
 _STORAGE = "test_storage_review.py::"
 _USRBIO = "test_usrbio_review.py::"
 _CPU_ACCESS = "the CPU accessed device memory: SIGSEGV killed the client in a"
 
 FINDINGS: tuple[Finding, ...] = (
-    Finding("1", "the start can return before it creates a region cache, and later calls use the missing cache"),
+    Finding(
+        "1",
+        "the start of the manager can return before it creates a region cache, and later calls use the missing cache",
+    ),
     Finding("2", "IPC export and import report success with a placeholder or a null pointer"),
     Finding("3", "the CPU of the storage client copies device memory and computes its checksums"),
     Finding("4", "if no dma-buf can be registered, the fallback registers a null pointer"),
@@ -34,7 +39,7 @@ FINDINGS: tuple[Finding, ...] = (
     Finding("e", "a registration with only some of the NICs counts as success"),
     Finding("f", "an error while memory is published is ignored"),
     Finding("g", "the CPU fills a hole of a file in device memory"),
-    Finding("h", "the start reports success without a cache"),
+    Finding("h", "the manager starts with success although it has no region cache"),
     Finding("i", "a call changes the current device of the caller's thread"),
     Finding("j", "the cache evicts arbitrary regions, also those in use, which are then registered twice"),
     Finding("k", "a lookup of an address that was freed and allocated again returns a stale key"),
@@ -42,38 +47,39 @@ FINDINGS: tuple[Finding, ...] = (
     Finding("m", "the bounds check of a prepared transfer adds address and length, and the sum overflows"),
     Finding("n", "an importer whose manager is unavailable reports success"),
     Finding("o", "the name of a ring has its flags in base 2 where it is created and in base 10 where it is removed"),
-    Finding("p", "a route between GPU and NIC is proven without a counter of the ports"),
+    Finding("p", "a route between GPU and NIC is reported as proven although no port counter was read"),
     Finding("q", "bytes that stayed inside one NIC are reported as bytes on a wire"),
     Finding("r", "the GPU sees old data after a read, until the caller flushes"),
     Finding("s", "GDR is available when memory can be registered, although no bytes move"),
     Finding("t", "a NIC whose DMA fails is used, because it registered the memory"),
 )
 
+# The positional arguments are: finding, case, symptom, module, injection.
 _DEFECTS = (
     Defect(
         "1",
-        f"{_REVIEW}test_lease_without_nic_fails_with_the_cause",
+        f"{_GDR_REVIEW}test_lease_without_nic_fails_with_the_cause",
         "AttributeError: 'NoneType' object has no attribute 'lease'",
         "gdrkit.registration.manager",
         regions.return_no_cache,
     ),
     Defect(
         "2",
-        f"{_REVIEW}test_export_without_cuda_fails_with_enotsup",
+        f"{_GDR_REVIEW}test_export_without_cuda_fails_with_enotsup",
         "an export without a driver succeeded",
         "gdrkit.registration.share",
         sharing.export_placeholder,
     ),
     Defect(
         "2",
-        f"{_REVIEW}test_exported_handle_opens_in_another_process",
+        f"{_GDR_REVIEW}test_exported_handle_opens_in_another_process",
         "cuIpcOpenMemHandle",
         "gdrkit.registration.gdr_handle",
-        sharing.export_empty_handle,
+        sharing.export_placeholder_handle,
     ),
     Defect(
         "2",
-        f"{_REVIEW}test_import_has_an_address_and_its_owners_bytes",
+        f"{_GDR_REVIEW}test_import_has_an_address_and_its_owners_bytes",
         "the import succeeded with a null pointer",
         "gdrkit.registration.gdr_handle",
         sharing.import_null_pointer,
@@ -109,14 +115,14 @@ _DEFECTS = (
     ),
     Defect(
         "4",
-        f"{_REVIEW}test_memory_without_address_is_not_registered_by_address",
+        f"{_GDR_REVIEW}test_memory_without_address_is_not_registered_by_address",
         "ibv_reg_mr was called with a null pointer",
         "gdrkit.registration.policy",
         regions.register_null_pointer,
     ),
     Defect(
         "5",
-        f"{_REVIEW}test_old_key_after_a_free_is_refused",
+        f"{_GDR_REVIEW}test_old_key_after_a_free_is_refused",
         "a write with the key of freed memory ended with SUCCESS",
         "gdrkit.registration.cache",
         regions.ignore_frees,
@@ -138,35 +144,35 @@ _DEFECTS = (
     ),
     Defect(
         "a",
-        f"{_LATER}test_region_is_deregistered_before_the_free",
+        f"{_LATER_DEFECTS}test_region_is_deregistered_before_the_free",
         "the memory was freed before its deregistration",
         "gdrkit.cuda.memory",
         regions.free_before_deregistration,
     ),
     Defect(
         "b",
-        f"{_LATER}test_borrowed_memories_of_one_pointer_keep_their_keys",
+        f"{_LATER_DEFECTS}test_borrowed_memories_of_one_pointer_keep_their_keys",
         "the other memory lost its region: REM_ACCESS_ERR",
         "gdrkit.registration.cache",
         regions.deregister_leased,
     ),
     Defect(
         "b",
-        f"{_LATER}test_borrowed_memories_of_one_pointer_keep_their_keys",
+        f"{_LATER_DEFECTS}test_borrowed_memories_of_one_pointer_keep_their_keys",
         "the region outlived its last lease: SUCCESS",
         "gdrkit.registration.cache",
         regions.never_deregister,
     ),
     Defect(
         "c",
-        f"{_LATER}test_export_of_interior_memory_keeps_its_offset",
+        f"{_LATER_DEFECTS}test_export_of_interior_memory_keeps_its_offset",
         "DataMismatch: byte 0 of",
         "gdrkit.registration.share",
         sharing.export_base_for_interior,
     ),
     Defect(
         "c",
-        f"{_LATER}test_80_byte_handle_of_interior_memory_is_refused",
+        f"{_LATER_DEFECTS}test_80_byte_handle_of_interior_memory_is_refused",
         "Failed: DID NOT RAISE",
         "gdrkit.registration.gdr_handle",
         sharing.skip_base_check,
@@ -187,7 +193,7 @@ _DEFECTS = (
     ),
     Defect(
         "e",
-        f"{_LATER}test_memory_is_registered_with_every_nic_or_none",
+        f"{_LATER_DEFECTS}test_memory_is_registered_with_every_nic_or_none",
         "Failed: DID NOT RAISE",
         "gdrkit.registration.policy",
         regions.accept_one_nic,
@@ -208,7 +214,7 @@ _DEFECTS = (
     ),
     Defect(
         "h",
-        f"{_LATER}test_manager_that_cannot_register_is_unavailable",
+        f"{_LATER_DEFECTS}test_manager_that_cannot_register_is_unavailable",
         "the manager is available although no memory can be registered",
         "gdrkit.registration.manager",
         regions.accept_unregistrable_gpu,
@@ -216,42 +222,42 @@ _DEFECTS = (
     ),
     Defect(
         "i",
-        f"{_LATER}test_calls_keep_the_current_device",
+        f"{_LATER_DEFECTS}test_calls_keep_the_current_device",
         "allocate left another device current",
         "gdrkit.cuda._driver",
         regions.leave_device_current,
     ),
     Defect(
         "j",
-        f"{_LATER}test_cache_evicts_the_least_recently_used_region",
+        f"{_LATER_DEFECTS}test_cache_evicts_the_least_recently_used_region",
         "the most recently used region was evicted",
         "gdrkit.registration._entries",
         regions.evict_most_recent,
     ),
     Defect(
         "j",
-        f"{_LATER}test_leased_region_is_not_registered_twice",
+        f"{_LATER_DEFECTS}test_leased_region_is_not_registered_twice",
         "memory in use was registered twice",
         "gdrkit.registration.cache",
         regions.evict_leased,
     ),
     Defect(
         "k",
-        f"{_LATER}test_reused_address_gets_a_new_key",
+        f"{_LATER_DEFECTS}test_reused_address_gets_a_new_key",
         "the cache returned the key of the old memory",
         "gdrkit.cuda.pointer",
         regions.identify_by_address,
     ),
     Defect(
         "k",
-        f"{_LATER}test_range_with_a_remapped_chunk_gets_a_new_key",
+        f"{_LATER_DEFECTS}test_range_with_a_remapped_chunk_gets_a_new_key",
         "the cache returned the key of the unmapped chunk",
         "gdrkit.cuda.pointer",
         regions.check_first_chunk_only,
     ),
     Defect(
         "l",
-        f"{_LATER}test_device_of_a_received_handle_is_checked",
+        f"{_LATER_DEFECTS}test_device_of_a_received_handle_is_checked",
         "Failed: DID NOT RAISE",
         "gdrkit.cuda.ipc",
         sharing.skip_device_check,
@@ -265,7 +271,7 @@ _DEFECTS = (
     ),
     Defect(
         "n",
-        f"{_LATER}test_registration_of_an_import_without_nics_fails",
+        f"{_LATER_DEFECTS}test_registration_of_an_import_without_nics_fails",
         "Failed: DID NOT RAISE",
         "gdrkit.registration.manager",
         regions.return_no_nics,
@@ -328,5 +334,5 @@ _DEFECTS = (
     ),
 )
 
-# The key is the name of the function or of the patch that puts the defect back.
+# The key is the name of the function or of the patch that injects the defect.
 DEFECTS: dict[str, Defect] = {defect.name: defect for defect in _DEFECTS}

@@ -1,7 +1,8 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
 """Defects that can be put back into the usrbio client: functions for the Python part, patches for the C library.
 
-``meta.defects.run`` calls each function with the imported module of gdrkit.
+The hook site/sitecustomize.py calls each function with the imported module of gdrkit. docs/findings.md shows the
+docstrings of the functions.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ __all__ = [
 ]
 
 _CLIENT = "native/usrbio/client"
-# The two statements that make the target of the symbolic link which publishes device memory: the correct one, and one
-# with the virtual address in place of the IPC handle.
-_LINK_TARGET = "return {gpu.device, gpu.allocation.bytes, gpu.pointer - gpu.allocation.base, gpu.size_bytes, gpu.ipc};"
+# Device memory is published by a symbolic link. The first statement makes the correct target of the link, the second a
+# target with the virtual address in place of the IPC handle.
+_LINK_TARGET = """\
+return {gpu_iov.device, gpu_iov.allocation.bytes, gpu_iov.pointer - gpu_iov.allocation.base, gpu_iov.size_bytes,
+                gpu_iov.ipc};"""
 _ADDRESS_TARGET = """IpcBytes address{};
-        std::copy_n(reinterpret_cast<const std::uint8_t*>(&gpu.pointer), sizeof gpu.pointer, address.begin());
-        return {gpu.device, gpu.size_bytes, 0, gpu.size_bytes, address};"""
+        std::copy_n(reinterpret_cast<const std::uint8_t*>(&gpu_iov.pointer), sizeof gpu_iov.pointer, address.begin());
+        return {gpu_iov.device, gpu_iov.size_bytes, 0, gpu_iov.size_bytes, address};"""
 
 RAW_ADDRESS = NativeDefect(
     Patch("raw_address", f"{_CLIENT}/gpu_publish.cpp", _LINK_TARGET, _ADDRESS_TARGET),
-    "the link of a GPU iov contains the virtual address in its owner's process",
+    "the link of a GPU iov contains a virtual address of the owner's process instead of an IPC handle",
 )
 LINK_ERRORS_IGNORED = NativeDefect(
     Patch("link_errors_ignored", f"{_CLIENT}/publication.cpp", "path.c_str()) == 0 ? 0 : -errno", "path.c_str()) & 0"),
@@ -46,7 +49,7 @@ OVERFLOWING_RANGE = NativeDefect(
         "offset < iov.size && length <= iov.size - offset",
         "offset + length <= iov.size",
     ),
-    "`hf3fs_prep_io` adds the address and the length",
+    "`hf3fs_prep_io` adds the offset and the length, and the sum can overflow",
 )
 DECIMAL_FLAGS = NativeDefect(
     Patch(
@@ -72,13 +75,13 @@ def export_address_as_handle(gpu: Any) -> None:
         packed_handle: bytes = GdrHandle(ipc=address, length_bytes=self.length_bytes, device_index=self.device).pack()
         return packed_handle
 
-    def open_raw(cls: Any, hf3fs_mount_point: str, handle: bytes) -> Any:
+    def open_by_address(cls: Any, hf3fs_mount_point: str, handle: bytes) -> Any:
         parsed_handle = GdrHandle.parse(handle)
         address = int.from_bytes(parsed_handle.ipc, "little")
         memory = cuda.borrow(cuda.Device(parsed_handle.device_index), address, length_bytes=parsed_handle.length_bytes)
         return cls(gpu.make_gpu_iovec(hf3fs_mount_point, memory, device=parsed_handle.device_index), is_owner=False)
 
-    buffer_class.export, buffer_class.open = export, classmethod(open_raw)
+    buffer_class.export, buffer_class.open = export, classmethod(open_by_address)
 
 
 def publish_as_host(gpu: Any) -> None:
@@ -88,9 +91,9 @@ def publish_as_host(gpu: Any) -> None:
     def _wrap(mount: str, memory: Any, *, block_size: int, device: int, owner: object) -> Any:
         del device, owner
         view = (ctypes.c_ubyte * memory.length_bytes).from_address(memory.address)
-        identity = str(uuid.uuid4())
-        # hf3fs_iovwrap needs the link of the memory.
-        Path(mount, "3fs-virt", "iovs", identity).symlink_to(f"/dev/shm/hf3fs-iov-{identity}")  # noqa: S108
-        return gpu.native().iovec(view, identity, mount, block_size)
+        iov_uuid = str(uuid.uuid4())
+        # hf3fs_iovwrap fails if no symbolic link publishes the memory.
+        Path(mount, "3fs-virt", "iovs", iov_uuid).symlink_to(f"/dev/shm/hf3fs-iov-{iov_uuid}")  # noqa: S108
+        return gpu.native().iovec(view, iov_uuid, mount, block_size)
 
     gpu._wrap = _wrap

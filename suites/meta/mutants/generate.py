@@ -1,16 +1,17 @@
 """Generator of mutants of Python files: ``python generate.py``, in the environment that has mutmut.
 
 ``meta.mutants.run`` starts this program. The request is one JSON object on standard input: ``root``, ``seed``,
-``count`` and ``modules`` (paths by module). The reply is a JSON list on standard output. This file imports nothing of
-gdrkit, because the environment that has mutmut does not have gdrkit.
+``count`` and ``modules`` (for each module, the paths of its files). The reply on standard output is a JSON list of
+mutants (``module``, ``file``, ``operator``, ``source``). This file imports nothing of gdrkit, because the
+environment that has mutmut does not have gdrkit.
 
 The mutation operators of mutmut 3 are applied to the syntax tree of libcst. One more operator removes a statement. Each
 operator is drawn equally often in a module. Otherwise half of the sample would replace an argument by None, and most of
 these mutants only crash.
 
-The generator does not change code that no case can or should check: annotations, decorators, imports, ``__all__``, the
-body of ``if TYPE_CHECKING``, type variables, casts, and text for people (log messages, error messages, thread names).
-It does not replace False by None, because None is false, too.
+The generator does not change code that no case can or should check: annotations, decorators, imports, ``__all__``,
+the body of ``if TYPE_CHECKING``, type variables, casts, and text for people (log messages, error messages, thread
+names). It does not replace False by None, because None is false, too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["choose_mutants", "main"]
 
-# The argument of Handle and of getLogger is a name that is only displayed.
+# No case can check these calls: they have no effect at run time, or their arguments are only displayed.
 _SKIPPED_CALLS = m.Call(
     func=m.OneOf(
         *map(m.Name, ("cast", "TypeVar", "TypeAlias", "Handle")),
@@ -39,6 +40,7 @@ _SKIPPED_CALLS = m.Call(
         m.Attribute(attr=m.Name("getLogger")),
     )
 )
+# Variables and keyword arguments with these names hold text for people.
 _TEXT_NAMES = {"message", "what_to_do", "detail"}
 _TEXT_ASSIGNMENT = m.Assign(targets=[m.AssignTarget(target=m.OneOf(*map(m.Name, sorted(_TEXT_NAMES))))])
 _ALL_ASSIGNMENT = m.OneOf(
@@ -74,11 +76,12 @@ def _is_text_argument(call: cst.Call, argument: cst.Arg) -> bool:
 
 
 def _remove_statement(node: cst.Expr | cst.Raise) -> Iterator[cst.CSTNode]:
-    """Replace a call that stands alone, or a raise, by ``pass``."""
+    """Yield ``pass`` as the replacement of a raise, or of a call whose result is not used."""
     if isinstance(node, cst.Raise) or m.matches(node, m.Expr(value=m.Call())):
         yield cst.Pass()
 
 
+# Each pair has a node type of libcst, and an operator that mutates nodes of this type.
 _OPERATORS = (*mutation_operators, (cst.Expr, _remove_statement), (cst.Raise, _remove_statement))
 
 
@@ -98,9 +101,9 @@ def _changes_only_text(node: cst.CSTNode, replacement: cst.CSTNode) -> bool:
     """Return whether a mutation changes only text for people."""
     if not isinstance(node, cst.Call) or not isinstance(replacement, cst.Call):
         return _is_text(node)
-    remaining = {id(argument) for argument in replacement.args}
-    removed = [argument for argument in node.args if id(argument) not in remaining]
-    return bool(removed) and all(_is_text_argument(node, argument) for argument in removed)
+    remaining_ids = {id(argument) for argument in replacement.args}
+    removed_arguments = [argument for argument in node.args if id(argument) not in remaining_ids]
+    return bool(removed_arguments) and all(_is_text_argument(node, argument) for argument in removed_arguments)
 
 
 def _find_mutations(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode, str]]:
@@ -109,10 +112,10 @@ def _find_mutations(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNod
         return
     for node_type, operator in _OPERATORS:
         if isinstance(node, node_type):
-            name = operator.__name__.removeprefix("operator_").removeprefix("_")
+            operator_name = operator.__name__.removeprefix("operator_").removeprefix("_")
             for replacement in operator(node):
                 if not _changes_only_text(node, replacement) and not _only_replaces_false_by_none(node, replacement):
-                    yield node, replacement, name
+                    yield node, replacement, operator_name
     for child in node.children:
         if isinstance(node, cst.Call) and isinstance(child, cst.Arg) and _is_text_argument(node, child):
             continue
@@ -127,13 +130,14 @@ def _compiles(source: str) -> bool:
     return True
 
 
-def _draw_mutants(root: Path, files: Sequence[str], generator: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield the mutants of one module in random order, each operator in turn."""
+def _draw_mutants(root: Path, files: Sequence[str], random_source: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield the mutants of one module in random order, but with the operators in turn."""
+    # A mutation is a file, its syntax tree, the node to replace, the replacement, and the name of the operator.
     mutations: list[tuple[str, cst.Module, cst.CSTNode, cst.CSTNode, str]] = []
     for file in files:
         tree = cst.parse_module((root / file).read_text())
         mutations += [(file, tree, *mutation) for mutation in _find_mutations(tree)]
-    generator.shuffle(mutations)
+    random_source.shuffle(mutations)
     # The first round has one mutation of each operator, the second round another mutation of each operator, and so on.
     count_by_operator: Counter[str] = Counter()
     round_numbers = []
@@ -156,10 +160,10 @@ def choose_mutants(root: Path, modules: Mapping[str, Sequence[str]], *, seed: st
     """Return `count` mutants, distributed evenly over the modules. The same seed and sources give the same mutants."""
     chosen_mutants: list[dict[str, Any]] = []
     for index, (module, files) in enumerate(sorted(modules.items())):
-        module_count = count // len(modules) + (index < count % len(modules))
+        module_mutant_count = count // len(modules) + (index < count % len(modules))
         module_mutants = _draw_mutants(root, files, random.Random(f"{seed}/{module}"))
         chosen_mutants += [
-            {"module": module, **mutant} for _, mutant in zip(range(module_count), module_mutants, strict=False)
+            {"module": module, **mutant} for _, mutant in zip(range(module_mutant_count), module_mutants, strict=False)
         ]
     return chosen_mutants
 

@@ -80,13 +80,15 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/qualify/outcome.py": ("suites/qualify/test_outcome.py", "suites/qualify/test_outcome_causes.py"),
 }
 
-# Files that were split off from a module, by the name of the module. They are mutated as parts of it.
+# Files that were split off from a module are mutated as parts of the module. The key is the name of the module.
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "server": ("listener",),
     "copying": ("new_file",),
     "mount": ("shared_memory",),
 }
 
+# The files of each module: the files in CASES whose name is the name of the module or of one of its parts. Files of
+# several packages with the same name, such as wire.py, are one module.
 MODULES: Mapping[str, tuple[str, ...]] = {
     name: tuple(file for file in CASES if Path(file).stem in {name, *_PARTS.get(name, ())})
     for name in (

@@ -1,4 +1,4 @@
-"""Data model of mutation testing: mutants, each the product with one deliberate change, and their results."""
+"""Data model of mutation testing: mutants and their results. A mutant is gdrkit with one deliberate change."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 
 class PatchMismatch(Exception):
-    """The text that a committed patch replaces no longer occurs in the source exactly once."""
+    """The text that a patch replaces does not occur exactly once in the source."""
 
 
 class MutantOutcome(enum.Enum):
-    """The outcome of a mutant."""
+    """The outcome of a mutant. A mutant with the outcome TIMEOUT counts as killed."""
 
-    KILLED = "killed"
-    SURVIVED = "survived"
-    TIMEOUT = "timeout"
+    KILLED = "killed"  # A case failed.
+    SURVIVED = "survived"  # All cases passed.
+    TIMEOUT = "timeout"  # The cases did not end within the time limit.
     NOT_COMPILED = "not_compiled"
-    EQUIVALENT = "equivalent"
+    EQUIVALENT = "equivalent"  # No case can detect the change, as equivalent.toml explains.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Mutant:
     operator : str
         The mutation operator of mutmut, or ``patch NAME`` for a patch of patches.py.
     before, after : str
-        The lines that differ, without the indentation of the first.
+        The lines that differ, in the original and in the mutant, without the indentation of the first line.
     source : str
         The whole changed file.
     cases : tuple of str
@@ -73,7 +73,7 @@ class Mutant:
 
     @property
     def content(self) -> tuple[str, str, str, str]:
-        """Key that identifies the mutant also after its lines have moved: file, operator, before, after."""
+        """Key that identifies the mutant even if its lines have moved in the file: file, operator, before, after."""
         return self.file, self.operator, self.before, self.after
 
     @property
@@ -129,12 +129,12 @@ class Result:
 def find_changed_lines(before: str, after: str) -> tuple[int, str, str]:
     """Return the number of the first line that differs, and the lines that differ in both texts."""
     old_lines, new_lines = before.splitlines(), after.splitlines()
-    head_count = _count_common_lines(old_lines, new_lines)
-    tail_count = _count_common_lines(old_lines[head_count:][::-1], new_lines[head_count:][::-1])
+    equal_head_count = _count_common_lines(old_lines, new_lines)
+    equal_tail_count = _count_common_lines(old_lines[equal_head_count:][::-1], new_lines[equal_head_count:][::-1])
     return (
-        head_count + 1,
-        "\n".join(old_lines[head_count : len(old_lines) - tail_count]).strip(),
-        "\n".join(new_lines[head_count : len(new_lines) - tail_count]).strip(),
+        equal_head_count + 1,
+        "\n".join(old_lines[equal_head_count : len(old_lines) - equal_tail_count]).strip(),
+        "\n".join(new_lines[equal_head_count : len(new_lines) - equal_tail_count]).strip(),
     )
 
 
@@ -145,6 +145,6 @@ def _count_common_lines(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def read_equivalent_reasons(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str], str]:
-    """Return the reason of each mutant in equivalent.toml, by `Mutant.content`."""
+    """Return why each mutant in equivalent.toml is equivalent. The key is `Mutant.content`."""
     entries = tomllib.loads(path.read_text()).get("mutant", [])
     return {(entry["file"], entry["operator"], entry["before"], entry["after"]): entry["reason"] for entry in entries}

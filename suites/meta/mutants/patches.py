@@ -1,8 +1,8 @@
-"""Mutants that were written by hand: patches of Python files and of native code.
+"""Hand-written mutants: patches of Python files and of native code.
 
-``meta.mutants.run`` adds them to its random sample. A patch replaces a text that must occur exactly once in its file.
-If a text occurs more often, ``search_from`` is a text before the occurrence to replace. A patch that no longer fits
-ends the run with an error, so that the patch is adapted together with the code.
+``meta.mutants.run`` adds the patches to its random sample. A patch replaces a text that must occur exactly once in its
+file. If the text occurs more often, ``search_from`` names a text before the occurrence to replace. A patch that no
+longer fits ends the run with an error, so that the patch is adapted together with the code.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PATCHES", "Patch", "apply_patch", "make_mutant"]
 
+# Arguments of pytest for the mutants of the storage service, of the agent and of the copy engine.
 _STORAGE = ("suites/storage", "-k", "not fuzzer")
 _AGENT = (
     "suites/usrbio/test_agent_loop.py",
@@ -27,21 +28,21 @@ _AGENT = (
     "-k",
     "not fuzzer and not 1GiB and not 64MiB and not 64_rings and not side_by_side",
 )
-_FILES = ("suites/gds/test_unruly_files.py", "suites/gds/test_reads_and_writes.py", "suites/gds/test_copy.py")
+_COPY_ENGINE = ("suites/gds/test_unruly_files.py", "suites/gds/test_reads_and_writes.py", "suites/gds/test_copy.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A change of one file that was written by hand.
+    """A hand-written change of one file.
 
     Attributes
     ----------
     name : str
-        The defect that the patch introduces.
+        Name of the mutant: the defect that the patch introduces, in a few words.
     file : str
         Path below the root of the tree.
     before, after : str
-        The text and its replacement.
+        The text to replace, and its replacement.
     search_from : str
         A text of the file. The search for `before` begins there; at the start of the file if empty.
     cases : tuple of str
@@ -57,7 +58,7 @@ class Patch:
 
 
 PATCHES: tuple[Patch, ...] = (
-    # --------------------------------------- mutants of an external review that no case had detected
+    # ------------------------------ mutants by an external reviewer. At the time of the review, no case detected them.
     Patch(
         "serve-takes-every-user",
         "gdrkit/storage/listener.py",
@@ -98,8 +99,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "sum-of-partly-written-chunk-kept",
         "native/storage/store_changes.cpp",
-        "status == 0 || begin + chunk_bytes <= offset + written",
-        "status == 0 || begin < offset + written",
+        "status == 0 || chunk_begin + chunk_bytes <= offset + written",
+        "status == 0 || chunk_begin < offset + written",
         cases=_STORAGE,
     ),
     Patch(
@@ -225,7 +226,7 @@ PATCHES: tuple[Patch, ...] = (
         "native/engine/job.cpp",
         "part.extent_offset + part.done_bytes);",
         "part.extent_offset + part.length);",
-        cases=_FILES,
+        cases=_COPY_ENGINE,
     ),
     Patch(
         "durable-without-fdatasync",
@@ -293,7 +294,8 @@ def apply_patch(patch: Patch, root: Path) -> tuple[str, str]:
     Raises
     ------
     PatchMismatch
-        The text does not occur exactly once. If `search_from` is given: the text does not occur after it.
+        `before` does not occur exactly once in the file. With `search_from`, it may occur several times, and the first
+        occurrence after `search_from` is replaced; it is an error if there is none.
     """
     path = root / patch.file
     source = path.read_text() if path.is_file() else ""
@@ -303,7 +305,7 @@ def apply_patch(patch: Patch, root: Path) -> tuple[str, str]:
     if start < 0 or (count != 1 and not (patch.search_from and count)):
         message = (
             f"patch {patch.name}: {patch.file} has the text to replace {count} times, not once; "
-            "adapt the patch in suites/meta/mutants/patches.py to the new code"
+            "adapt the patch (in suites/meta/mutants/patches.py or suites/meta/defects) to the new code"
         )
         raise PatchMismatch(message)
     return source, head + searched_text.replace(patch.before, patch.after, 1)
@@ -315,7 +317,7 @@ def make_mutant(patch: Patch, root: Path) -> Mutant:
     Raises
     ------
     PatchMismatch
-        The text does not occur exactly once.
+        The patch does not fit the file; see :func:`apply_patch`.
     """
     source, changed_source = apply_patch(patch, root)
     line, before, after = find_changed_lines(source, changed_source)

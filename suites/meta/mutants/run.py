@@ -1,8 +1,9 @@
-"""Mutation testing of the product: ``python -m meta.mutants.run``, with suites/ on PYTHONPATH (`nox -s mutants`).
+"""Mutation testing of gdrkit: ``python -m meta.mutants.run``, with suites/ on PYTHONPATH (`nox -s mutants`).
 
 The mutants are a random sample by the operators of mutmut, and the patches of patches.py. The program puts each mutant
-into a copy of the tree, and runs the cases of the file that modules.py lists. A mutant is killed if a case fails, and
-fails again when it runs alone. If the cases fail without any mutant, the program reports this failure and ends.
+into a copy of the tree, and runs the cases of the file that modules.py lists. A mutant is killed if a case fails twice
+with it, or if the cases exceed their time limit. If the cases fail without any mutant, the program reports this failure
+and ends.
 Equivalent mutants do not count. The exit code is 0 if at least nine of ten other mutants are killed, every patch
 compiles, and at most one mutant in twenty is listed as equivalent. Otherwise it is 1.
 """
@@ -51,10 +52,11 @@ __all__ = ["compute_score", "draw_mutants", "main", "read_recorded_kills", "try_
 
 # The content of a mutant: file, operator, and the changed lines before and after the mutation.
 _Content = tuple[str, str, str, str]
+# Default number of mutants in the random sample.
 SAMPLE_COUNT = 150
 # Smallest share of killed mutants with which the session passes.
 SCORE_MIN = 0.9
-# Largest share of the sample that may be in equivalent.toml.
+# Largest share of the mutants (sample and patches) that may be in equivalent.toml.
 EQUIVALENT_SHARE_MAX = 0.05
 _KILLED_OUTCOMES = frozenset({MutantOutcome.KILLED, MutantOutcome.TIMEOUT})
 _GENERATE_TIMEOUT_S = 600
@@ -91,26 +93,30 @@ def compute_score(results: Sequence[Result]) -> float:
 
 
 class _Campaign:
-    """Distributes mutants among workers, which run in a thread each, and collects the results."""
+    """A run of all mutants. It distributes them among workers, each in its own thread, and collects the results."""
 
     def __init__(
-        self, mutants: Sequence[Mutant], reasons: Mapping[_Content, str], kills: Mapping[_Content, Result]
+        self,
+        mutants: Sequence[Mutant],
+        equivalent_reasons: Mapping[_Content, str],
+        recorded_kills: Mapping[_Content, Result],
     ) -> None:
         self.results: dict[int, Result] = {}
+        # True after a worker has failed, so that the other workers stop after their current mutants.
         self.is_stopping = False
         self._native_queue: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
         self._python_queue: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
-        self._baselines: dict[tuple[str, ...], float] = {}
+        self._baseline_s_by_cases: dict[tuple[str, ...], float] = {}
         self._lock = threading.Lock()
-        # Each set of cases has its own lock, so that workers take the baselines of different sets at the same time.
+        # Each set of cases has its own lock, so that workers can measure different sets at the same time.
         self._baseline_locks = {mutant.cases: threading.Lock() for mutant in mutants}
         self._mutant_count = len(mutants)
         for index, mutant in enumerate(mutants):
-            reason = reasons.get(mutant.content)
+            reason = equivalent_reasons.get(mutant.content)
             if reason is not None:
-                self._add(index, Result(mutant, MutantOutcome.EQUIVALENT, note=reason))
-            elif mutant.content in kills:
-                self._add(index, dataclasses.replace(kills[mutant.content], mutant=mutant))
+                self._add_result(index, Result(mutant, MutantOutcome.EQUIVALENT, note=reason))
+            elif mutant.content in recorded_kills:
+                self._add_result(index, dataclasses.replace(recorded_kills[mutant.content], mutant=mutant))
             else:
                 (self._native_queue if mutant.is_native else self._python_queue).put((index, mutant))
 
@@ -133,11 +139,11 @@ class _Campaign:
             except queue.Empty:
                 return
             with self._baseline_locks[mutant.cases]:
-                if mutant.cases not in self._baselines:
-                    self._baselines[mutant.cases] = worker.run_baseline(mutant.cases)
-            self._add(index, worker.try_mutant(mutant, baseline_s=self._baselines[mutant.cases]))
+                if mutant.cases not in self._baseline_s_by_cases:
+                    self._baseline_s_by_cases[mutant.cases] = worker.run_baseline(mutant.cases)
+            self._add_result(index, worker.try_mutant(mutant, baseline_s=self._baseline_s_by_cases[mutant.cases]))
 
-    def _add(self, index: int, result: Result) -> None:
+    def _add_result(self, index: int, result: Result) -> None:
         mutant = result.mutant
         with self._lock:
             self.results[index] = result
@@ -154,20 +160,20 @@ class _Campaign:
 def try_all_mutants(
     mutants: Sequence[Mutant],
     workers: Sequence[Worker],
-    reasons: Mapping[_Content, str],
-    kills: Mapping[_Content, Result] | None = None,
+    equivalent_reasons: Mapping[_Content, str],
+    recorded_kills: Mapping[_Content, Result] | None = None,
 ) -> list[Result]:
-    """Run the cases against every mutant and return the results in the order of the mutants.
+    """Return the result of every mutant, in the order of the mutants.
 
-    A mutant whose content is in `reasons` is equivalent. A mutant whose content is in `kills` was killed in an earlier
-    run. The cases do not run against these mutants.
+    A mutant whose content is in `equivalent_reasons` is equivalent. A mutant whose content is in `recorded_kills` was
+    killed in an earlier run. The cases run against all other mutants.
 
     Raises
     ------
     BaselineFailed
         Cases fail without any mutant.
     """
-    campaign = _Campaign(mutants, reasons, kills or {})
+    campaign = _Campaign(mutants, equivalent_reasons, recorded_kills or {})
     with ThreadPoolExecutor(max_workers=max(len(workers), 1)) as pool:
         futures = [
             pool.submit(campaign.run_worker, worker, may_compile=index == 0) for index, worker in enumerate(workers)
@@ -194,7 +200,7 @@ def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Content,
             mutant,
             MutantOutcome(evidence["outcome"]),
             killed_by=str(evidence["killing_test"]),
-            note=str(evidence["note"]) or f"in the run of commit {record.commit}",
+            note=str(evidence["note"]) or f"killed in the run of commit {record.commit}",
             duration_s=record.duration_ms / 1000,
             baseline_s=record.numbers["baseline_s"],
             limit_s=record.numbers["limit_s"],
@@ -206,7 +212,7 @@ def _make_mutant_record(result: Result, seed: str, command: str) -> Record:
     mutant = result.mutant
     has_survived = result.outcome is MutantOutcome.SURVIVED
     verdict = Verdict.PASS if result.outcome in _KILLED_OUTCOMES else Verdict.FAIL if has_survived else Verdict.NOT_RUN
-    reason_text = result.note or ("no case noticed it" if has_survived else result.outcome.value)
+    reason_text = result.note or ("no case failed" if has_survived else result.outcome.value)
     reasons = (
         () if verdict is Verdict.PASS else (CaseReason(text=reason_text, foreseen=None if has_survived else True),)
     )
@@ -249,7 +255,7 @@ def _make_record(
     return Record(
         schema_version=SCHEMA_VERSION,
         case=case,
-        title="a mutant of the product and the cases that notice it",
+        title="a mutant of gdrkit, and the cases that detect it",
         verdict=verdict,
         reasons=reasons,
         profile="bare",
@@ -275,28 +281,32 @@ def write_records(path: Path, results: Sequence[Result], *, seed: str, command: 
         append_record(path, _make_mutant_record(result, seed, command))
     counts = Counter(result.outcome.value for result in results)
     score_share = compute_score(results)
-    is_enough = score_share >= SCORE_MIN
+    reaches_minimum = score_share >= SCORE_MIN
     evidence: dict[str, object] = {
         "seed": seed,
         "survivors": [result.mutant.name for result in results if result.outcome is MutantOutcome.SURVIVED],
     }
     numbers = {f"{outcome.value}_count": float(counts[outcome.value]) for outcome in MutantOutcome}
     reasons = (
-        () if is_enough else (CaseReason(text=f"the score is {score_share:.3f}, but must be at least {SCORE_MIN}"),)
+        ()
+        if reaches_minimum
+        else (CaseReason(text=f"the score is {score_share:.3f}, but must be at least {SCORE_MIN}"),)
     )
     numbers |= {"mutants_count": float(len(results)), "score_share": round(score_share, 4)}
-    verdict = Verdict.PASS if is_enough else Verdict.FAIL
+    verdict = Verdict.PASS if reaches_minimum else Verdict.FAIL
     append_record(path, _make_record("meta/mutants::summary", verdict, reasons, evidence, numbers, duration_s, command))
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="nox -s mutants --",
-        description="Change the product on purpose, and count the changes that the cases detect.",
+        description="Change gdrkit in many ways, one at a time, and count the changes that the cases detect.",
     )
     parser.add_argument("--operators", type=Path, required=True, help="Python of the environment that has mutmut")
     parser.add_argument("--tools", type=Path, required=True, help="folder of cmake and ninja")
-    parser.add_argument("--module", action="append", choices=sorted(MODULES), help="mutate only this module")
+    parser.add_argument(
+        "--module", action="append", choices=sorted(MODULES), help="mutate only this module; repeatable"
+    )
     parser.add_argument("--count", type=int, default=SAMPLE_COUNT, help="size of the sample (default: %(default)s)")
     parser.add_argument("--seed", help="seed of the sample (default: hash of the last commit of gdrkit/ or native/)")
     parser.add_argument(
@@ -304,9 +314,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--no-patches", action="store_true", help="try only the random sample")
     parser.add_argument("--jobs", type=int, default=2, help="workers, each with its own copy (default: %(default)s)")
-    parser.add_argument(
-        "--retry", type=Path, help="records of an earlier run; do not try the mutants again that it killed"
-    )
+    parser.add_argument("--retry", type=Path, help="records of an earlier run; skip the mutants that were killed in it")
     parser.add_argument("--records", type=Path, help="write one record for each mutant and a summary to this file")
     return parser.parse_args(arguments)
 
@@ -319,7 +327,7 @@ def _query_last_commit() -> str:
 
 def _choose_mutants(options: argparse.Namespace, seed: str) -> list[Mutant]:
     """Return the mutants of this run: patches, and a random sample, as the options select them."""
-    # The patches come first. A patch that does not fit the code is then reported at once.
+    # Drawing the sample is slow. The patches come first, so that a patch that does not fit is reported at once.
     patches = [] if options.no_patches else [make_mutant(patch, _TREE) for patch in PATCHES]
     if options.patch:
         return [mutant for mutant in patches if mutant.name in options.patch]

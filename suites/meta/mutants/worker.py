@@ -26,7 +26,7 @@ __all__ = ["BaselineFailed", "Worker"]
 
 # Maximum number of runs of all cases against one mutant. Several runs are needed if a case fails only sometimes.
 _ROUNDS_MAX = 3
-# Time limit of a case with a mutant. Without a mutant, every case must be faster.
+# Time limit of one case, with and without a mutant.
 _CASE_TIMEOUT_S = 40
 # The time limit of a run with a mutant is the time without a mutant, times the factor, but at least the minimum.
 _LIMIT_FACTOR, _LIMIT_MIN_S = 3, 90.0
@@ -36,8 +36,9 @@ _TEAR_DOWN_TIMEOUT_S = 15
 _BUILD_TIMEOUT_S = 900
 # Environment variable that marks all processes of a run.
 _MARKER = "GDRKIT_MUTANT_RUN"
-_COMPILED_PYTHON = shutil.ignore_patterns("__pycache__", "*.pyc")
+_IGNORE_COMPILED_PYTHON = shutil.ignore_patterns("__pycache__", "*.pyc")
 _FOLDERS_NOT_COPIED = frozenset({"build", "dist"})
+# pytest prints a failed case as: FAILED PATH::CASE - MESSAGE
 _FAILED_CASE = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 # Modification time of the first mutant, in seconds since 1970: long ago, so that no real file has it.
 _FIRST_MTIME_S = 1_000_000_000
@@ -66,20 +67,20 @@ class Worker:
         self.tree = folder / "tree"
         self._environment = folder / "environment"
         self._tools = tools
-        self._change_count = 0
+        self._python_write_count = 0
         # True if the native parts of the copy may contain a mutant.
         self._is_native_stale = False
         shutil.rmtree(folder, ignore_errors=True)
         self.tree.mkdir(parents=True)
         for entry in source.iterdir():
             if entry.is_dir() and not entry.name.startswith(".") and entry.name not in _FOLDERS_NOT_COPIED:
-                shutil.copytree(entry, self.tree / entry.name, ignore=_COMPILED_PYTHON, symlinks=True)
-            elif entry.is_file() and entry.name != ".git":
+                shutil.copytree(entry, self.tree / entry.name, ignore=_IGNORE_COMPILED_PYTHON, symlinks=True)
+            elif entry.is_file() and entry.name != ".git":  # In a git worktree, .git is a file.
                 shutil.copy2(entry, self.tree / entry.name)
         shutil.copytree(environment, self._environment, copy_function=os.link, symlinks=True)
-        self._redirect(source, environment)
+        self._redirect_paths(source, environment)
 
-    def _redirect(self, source: Path, environment: Path) -> None:
+    def _redirect_paths(self, source: Path, environment: Path) -> None:
         """Replace the original paths of tree and environment by the paths of the copies, in the copied environment."""
         scripts = (self._environment / "bin").iterdir()
         editable_loaders = self._environment.glob("lib/python*/site-packages/_editable*.py")
@@ -113,7 +114,7 @@ class Worker:
         self._rebuild_if_stale()
         run, output = self._run_cases(cases, limit_s=_BASELINE_LIMIT_S)
         if not run.passed:
-            cause = run.first_failed_case or ("they took too long" if run.timed_out else "no case was named")
+            cause = "the cases took too long" if run.timed_out else run.first_failed_case
             message = f"without any mutant, {' '.join(cases)} fails: {cause}\n{output[-3000:]}"
             raise BaselineFailed(message)
         return run.duration_s
@@ -167,7 +168,7 @@ class Worker:
     def build(self) -> bool:
         """Compile the native parts of the copy and install them into it. Return False if they do not compile."""
         if self._tools is None:
-            message = "native mutants need --tools, the folder of cmake"
+            message = "native mutants need --tools, the folder of cmake and ninja"
             raise ValueError(message)
         native = self.tree / "native"
         environ = {**os.environ, "PATH": f"{self._tools}{os.pathsep}{os.environ['PATH']}"}
@@ -198,9 +199,9 @@ class Worker:
                 return Result(mutant, MutantOutcome.TIMEOUT, note="the cases did not end")
             case = run.first_failed_case
             if case == previous_case:
-                return Result(mutant, MutantOutcome.KILLED, case, note="it fails only after the cases before it")
-            # A case that fails only sometimes is not a kill, so it runs again, alone. If it passes then, all cases run
-            # again, because a later case may detect the mutant.
+                return Result(mutant, MutantOutcome.KILLED, case, note="the case fails only after the cases before it")
+            # A case that fails only sometimes does not kill the mutant, so the failed case runs again, alone. If it
+            # passes then, all cases run again, because a later case may detect the mutant.
             run_alone, _ = self._run_cases((case,) if "::" in case else mutant.cases, limit_s=limit_s)
             if run_alone.first_failed_case == case:
                 return Result(mutant, MutantOutcome.KILLED, case)
@@ -212,8 +213,8 @@ class Worker:
         if path.suffix == ".py":
             # Python uses a compiled file again if the source has the same size and mtime in seconds. Each change
             # therefore gets a new mtime.
-            self._change_count += 1
-            os.utime(path, (_FIRST_MTIME_S + self._change_count, _FIRST_MTIME_S + self._change_count))
+            self._python_write_count += 1
+            os.utime(path, (_FIRST_MTIME_S + self._python_write_count, _FIRST_MTIME_S + self._python_write_count))
 
     def _run_cases(self, cases: tuple[str, ...], *, limit_s: float) -> tuple[CasesRun, str]:
         """Run pytest with these arguments in the copy, and return the result and the output."""
@@ -263,7 +264,7 @@ class Worker:
         _kill_marked_processes(marker)
         shutil.rmtree(self.tree / ".hypothesis", ignore_errors=True)
         failure_match = _FAILED_CASE.search(output)
-        case = failure_match[1] if failure_match else f"the run ended with {child.returncode}"
+        case = failure_match[1] if failure_match else f"the run ended with exit status {child.returncode}"
         passed = child.returncode == 0 and not timed_out
         return CasesRun(passed, timed_out, "" if passed else case, time.monotonic() - start_s), output
 

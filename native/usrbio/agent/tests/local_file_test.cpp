@@ -1,4 +1,5 @@
-// Tests of reads from the page cache, with and without checksums.
+// Tests of LocalFile, which reads the page cache, with and without checksums. If StoreFolder::read() returns -1, the
+// storage server has to execute the read.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -24,68 +25,69 @@ namespace {
 
 void test_file_without_sums() {
     const StoreFolder folder;
-    const auto local = folder.open_local();
-    CHECK(folder.read(*local, 0, chunk_bytes) == chunk_bytes && folder.read(*local, 5, 300) == 300);
-    CHECK(folder.read(*local, 0, file_bytes + 1) == file_bytes);
-    CHECK(folder.read(*local, file_bytes - 10, 100) == 10 && folder.read(*local, file_bytes, 100) == 0);
+    const auto local_file = folder.open_local_file();
+    CHECK(folder.read(*local_file, 0, chunk_bytes) == chunk_bytes && folder.read(*local_file, 5, 300) == 300);
+    CHECK(folder.read(*local_file, 0, file_bytes + 1) == file_bytes);
+    CHECK(folder.read(*local_file, file_bytes - 10, 100) == 10 && folder.read(*local_file, file_bytes, 100) == 0);
 }
 
 void test_bytes_match_their_sums() {
     StoreFolder folder;
     folder.add_sums();
-    const auto local = folder.open_local();
-    CHECK(folder.read(*local, 0, chunk_bytes) == chunk_bytes);
-    CHECK(folder.read(*local, chunk_bytes, 40 * chunk_bytes) == 40 * chunk_bytes);
-    CHECK(folder.read(*local, 64 * chunk_bytes, chunk_bytes) == 100);
+    const auto local_file = folder.open_local_file();
+    CHECK(folder.read(*local_file, 0, chunk_bytes) == chunk_bytes);
+    CHECK(folder.read(*local_file, chunk_bytes, 40 * chunk_bytes) == 40 * chunk_bytes);
+    CHECK(folder.read(*local_file, 64 * chunk_bytes, chunk_bytes) == 100);
     // A part of a chunk cannot be verified.
-    CHECK(folder.read(*local, 1, chunk_bytes) == -1 && folder.read(*local, 0, chunk_bytes + 1) == -1);
+    CHECK(folder.read(*local_file, 1, chunk_bytes) == -1 && folder.read(*local_file, 0, chunk_bytes + 1) == -1);
     folder.sums->set(1, {0, 0, SumState::unknown});
-    CHECK(folder.read(*local, 0, chunk_bytes + 1) == chunk_bytes + 1);
+    CHECK(folder.read(*local_file, 0, chunk_bytes + 1) == chunk_bytes + 1);
     // In this state, the server is writing the chunk.
     folder.sums->set(2, {0, 0, SumState::being_written});
-    CHECK(folder.read(*local, 2 * chunk_bytes, chunk_bytes) == -1);
+    CHECK(folder.read(*local_file, 2 * chunk_bytes, chunk_bytes) == -1);
 }
 
 void test_corrupt_bytes_are_not_returned() {
     StoreFolder folder;
     folder.add_sums();
-    const auto local = folder.open_local();
+    const auto local_file = folder.open_local_file();
     for (const std::size_t offset : {std::size_t{0}, 63 * std::size_t{chunk_bytes} + 7, file_bytes - 1}) {
-        const std::byte flipped = folder.bytes[offset] ^ std::byte{4};
-        CHECK(pwrite(folder.file.get(), &flipped, 1, static_cast<off_t>(offset)) == 1);
-        CHECK(folder.read(*local, 0, file_bytes + 1) == -1);
+        const std::byte flipped_byte = folder.bytes[offset] ^ std::byte{4};
+        CHECK(pwrite(folder.file.get(), &flipped_byte, 1, static_cast<off_t>(offset)) == 1);
+        CHECK(folder.read(*local_file, 0, file_bytes + 1) == -1);
         CHECK(pwrite(folder.file.get(), &folder.bytes[offset], 1, static_cast<off_t>(offset)) == 1);
-        CHECK(folder.read(*local, 0, file_bytes + 1) == file_bytes);
+        CHECK(folder.read(*local_file, 0, file_bytes + 1) == file_bytes);
     }
 }
 
 // The server creates the sums file with the first write. A reader must notice the sums at once.
 void test_new_sums_are_noticed() {
     StoreFolder folder;
-    const auto local = folder.open_local();
-    CHECK(folder.read(*local, 1, 10) == 10);
+    const auto local_file = folder.open_local_file();
+    CHECK(folder.read(*local_file, 1, 10) == 10);
     folder.add_sums();
-    CHECK(folder.read(*local, 1, 10) == -1 && folder.read(*local, 0, chunk_bytes) == chunk_bytes);
+    CHECK(folder.read(*local_file, 1, 10) == -1 && folder.read(*local_file, 0, chunk_bytes) == chunk_bytes);
 }
 
-// The inode number of a deleted file is used again, and its sums are still there.
+// If a new file gets the inode number of a deleted file, the sums of the deleted file may still exist.
 void test_sums_of_an_earlier_file_are_not_used() {
     StoreFolder folder;
     folder.add_sums();
     struct stat attributes {};
     CHECK(fstat(folder.file.get(), &attributes) == 0);
-    const Descriptor sums(
+    const Descriptor sums_file(
         openat(folder.sums_folder.get(), make_sums_name(attributes.st_ino).c_str(), O_RDWR | O_CLOEXEC));
     const std::uint64_t other_inode = attributes.st_ino + 1;
-    CHECK(pwrite(sums.get(), &other_inode, sizeof other_inode, 16) == sizeof other_inode);
-    const auto local = folder.open_local();
-    CHECK(folder.read(*local, 0, chunk_bytes) == -1);
+    // The header of the sums file has the inode number at offset 16.
+    CHECK(pwrite(sums_file.get(), &other_inode, sizeof other_inode, 16) == sizeof other_inode);
+    const auto local_file = folder.open_local_file();
+    CHECK(folder.read(*local_file, 0, chunk_bytes) == -1);
     // The server discards the old sums when it opens the file, and it opens the file for each read that the loop leaves
     // to it.
-    const std::string name = make_sums_name(attributes.st_ino);
-    CHECK(folder.sums.emplace().open(folder.sums_folder.get(), name.c_str(), false, folder.file.get(), chunk_bytes,
+    const std::string sums_name = make_sums_name(attributes.st_ino);
+    CHECK(folder.sums.emplace().open(folder.sums_folder.get(), sums_name.c_str(), false, folder.file.get(), chunk_bytes,
                                      folder.generation) == 0);
-    CHECK(folder.read(*local, 1, chunk_bytes) == chunk_bytes);
+    CHECK(folder.read(*local_file, 1, chunk_bytes) == chunk_bytes);
 }
 
 // If the sums are not in the page cache, the server executes the read, which loads the sums. On tmpfs, the sums are
@@ -96,33 +98,33 @@ void test_sums_are_used_when_they_are_cached() {
     folder.sums.reset();
     struct stat attributes {};
     CHECK(fstat(folder.file.get(), &attributes) == 0);
-    const std::string name = make_sums_name(attributes.st_ino);
-    const Descriptor sums(openat(folder.sums_folder.get(), name.c_str(), O_RDONLY | O_CLOEXEC));
-    CHECK(fsync(sums.get()) == 0 && posix_fadvise(sums.get(), 0, 0, POSIX_FADV_DONTNEED) == 0);
-    const auto local = folder.open_local();
-    const std::int64_t result = folder.read(*local, 0, chunk_bytes);
+    const std::string sums_name = make_sums_name(attributes.st_ino);
+    const Descriptor sums_file(openat(folder.sums_folder.get(), sums_name.c_str(), O_RDONLY | O_CLOEXEC));
+    CHECK(fsync(sums_file.get()) == 0 && posix_fadvise(sums_file.get(), 0, 0, POSIX_FADV_DONTNEED) == 0);
+    const auto local_file = folder.open_local_file();
+    const std::int64_t result = folder.read(*local_file, 0, chunk_bytes);
     CHECK(result == -1 || result == chunk_bytes);
-    CHECK(folder.sums.emplace().open(folder.sums_folder.get(), name.c_str(), false, folder.file.get(), chunk_bytes,
+    CHECK(folder.sums.emplace().open(folder.sums_folder.get(), sums_name.c_str(), false, folder.file.get(), chunk_bytes,
                                      folder.generation) == 0);
     CHECK(folder.sums->get(0).state == SumState::valid);
-    CHECK(folder.read(*local, 0, chunk_bytes) == chunk_bytes);
+    CHECK(folder.read(*local_file, 0, chunk_bytes) == chunk_bytes);
 }
 
 // A read whose first or last chunk cannot be verified copies no bytes, because the server copies them again.
 void test_unverifiable_reads_copy_nothing() {
     StoreFolder folder;
     folder.add_sums();
-    const auto local = folder.open_local();
+    const auto local_file = folder.open_local_file();
     for (const auto& [offset, length] : {std::pair<std::size_t, std::size_t>{0, 1},
                                          {chunk_bytes, 40 * chunk_bytes + 1},
                                          {chunk_bytes - 1, 4 * chunk_bytes + 1}}) {
         std::vector<std::byte> destination(length, std::byte{0});
         std::uint64_t copied_bytes = 0;
-        CHECK(!StoreFolder::read_into(*local, offset, destination, copied_bytes) && copied_bytes == 0);
+        CHECK(!StoreFolder::read_into(*local_file, offset, destination, copied_bytes) && copied_bytes == 0);
         CHECK(std::all_of(destination.begin(), destination.end(), [](std::byte byte) { return byte == std::byte{0}; }));
     }
     // The sum of a chunk at the end of the file covers fewer bytes than the chunk has.
-    CHECK(folder.read(*local, 63 * chunk_bytes, chunk_bytes + 200) == chunk_bytes + 100);
+    CHECK(folder.read(*local_file, 63 * chunk_bytes, chunk_bytes + 200) == chunk_bytes + 100);
 }
 
 // A long read has several pieces, and the helper reads some of them.
@@ -130,33 +132,33 @@ void test_pieces_of_a_long_read_are_verified() {
     constexpr std::size_t long_bytes = std::size_t{3} * 1024 * 1024 + 5 * chunk_bytes + 100;
     StoreFolder folder(long_bytes);
     folder.add_sums();
-    const auto local = folder.open_local();
-    CHECK(folder.read(*local, 0, long_bytes + chunk_bytes) == static_cast<std::int64_t>(long_bytes));
-    CHECK(folder.read(*local, 3 * chunk_bytes, 700 * chunk_bytes) == 700 * chunk_bytes);
-    CHECK(folder.read(*local, 0, std::size_t{5} * 1024 * 1024) == -1); // The loop would work too long.
+    const auto local_file = folder.open_local_file();
+    CHECK(folder.read(*local_file, 0, long_bytes + chunk_bytes) == static_cast<std::int64_t>(long_bytes));
+    CHECK(folder.read(*local_file, 3 * chunk_bytes, 700 * chunk_bytes) == 700 * chunk_bytes);
+    CHECK(folder.read(*local_file, 0, std::size_t{5} * 1024 * 1024) == -1); // More than local_read_bytes_max.
     for (const std::size_t offset : {std::size_t{0}, std::size_t{1} << 20, long_bytes - 1}) {
-        const std::byte flipped = folder.bytes[offset] ^ std::byte{1};
-        CHECK(pwrite(folder.file.get(), &flipped, 1, static_cast<off_t>(offset)) == 1);
-        CHECK(folder.read(*local, 0, long_bytes) == -1);
+        const std::byte flipped_byte = folder.bytes[offset] ^ std::byte{1};
+        CHECK(pwrite(folder.file.get(), &flipped_byte, 1, static_cast<off_t>(offset)) == 1);
+        CHECK(folder.read(*local_file, 0, long_bytes) == -1);
         CHECK(pwrite(folder.file.get(), &folder.bytes[offset], 1, static_cast<off_t>(offset)) == 1);
     }
-    CHECK(folder.read(*local, 0, long_bytes) == static_cast<std::int64_t>(long_bytes));
+    CHECK(folder.read(*local_file, 0, long_bytes) == static_cast<std::int64_t>(long_bytes));
 }
 
 // The kernel returns fewer bytes if a later page is not in the page cache. That is not the end of the file. The reads
 // are so short that they have one piece. On tmpfs, all pages are always cached.
 void test_uncached_bytes_are_not_the_end_of_the_file() {
     const StoreFolder folder;
-    const auto local = folder.open_local();
+    const auto local_file = folder.open_local_file();
     constexpr std::size_t read_bytes = 16 * chunk_bytes;
-    std::vector<char> cached(read_bytes);
-    for (std::size_t chunk = 1; chunk < 16; ++chunk) {
+    std::vector<char> cached_bytes(read_bytes);
+    for (std::size_t cached_chunks = 1; cached_chunks < 16; ++cached_chunks) {
         CHECK(fsync(folder.file.get()) == 0);
         CHECK(posix_fadvise(folder.file.get(), 0, 0, POSIX_FADV_DONTNEED) == 0);
         // Without this advice, the kernel would also read the pages that follow.
         CHECK(posix_fadvise(folder.file.get(), 0, 0, POSIX_FADV_RANDOM) == 0);
-        CHECK(pread(folder.file.get(), cached.data(), chunk * chunk_bytes, 0) > 0);
-        const std::int64_t result = folder.read(*local, 0, read_bytes);
+        CHECK(pread(folder.file.get(), cached_bytes.data(), cached_chunks * chunk_bytes, 0) > 0);
+        const std::int64_t result = folder.read(*local_file, 0, read_bytes);
         CHECK(result == -1 || result == static_cast<std::int64_t>(read_bytes));
     }
 }
@@ -171,10 +173,10 @@ void test_memory_that_can_shrink_is_no_counter() {
 // Linux 5.9 and 5.10 also return 0 bytes for a page that is not in the page cache.
 void test_no_bytes_before_the_end_are_left_to_the_server() {
     const StoreFolder folder;
-    const auto local = folder.open_local();
+    const auto local_file = folder.open_local_file();
     std::vector<std::byte> memory(chunk_bytes);
-    CHECK(local->complete_piece(file_bytes - chunk_bytes, memory, 0) < 0);
-    CHECK(local->complete_piece(file_bytes, memory, 0) == 0);
+    CHECK(local_file->complete_piece(file_bytes - chunk_bytes, memory, 0) < 0);
+    CHECK(local_file->complete_piece(file_bytes, memory, 0) == 0);
 }
 
 } // namespace

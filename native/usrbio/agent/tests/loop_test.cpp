@@ -1,5 +1,5 @@
-// Tests of the agent's loop. Threads of this process act as the storage server, which exchanges data frames with the
-// loop, and as the applications that own the rings.
+// Tests of the agent's loop. Another thread of this process acts as the storage server, which exchanges data frames
+// with the loop. The thread of the test acts as the applications that own the rings.
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <semaphore.h>
@@ -59,7 +59,7 @@ public:
     std::array<sem_t*, priority_class_count> handles{};
 };
 
-// A storage server without files. It completes every operation with its length, or with the result of `make_result`.
+// A storage server without files. The result of every operation is its length, or what `make_result` returns.
 class FrameServer {
 public:
     using MakeResult = std::function<storage::Result(const storage::Operation&)>;
@@ -79,11 +79,11 @@ public:
     void close_connection() const { ::shutdown(server_socket_, SHUT_RDWR); }
 
     int client_socket = -1;
-    std::atomic<bool> is_silent{false};
-    std::atomic<std::uint64_t> received_count{0};
+    std::atomic<bool> is_silent{false};           // Further operations get no results.
+    std::atomic<std::uint64_t> received_count{0}; // Number of received operations.
 
 private:
-    bool read_fully(void* buffer, std::size_t length) const {
+    bool receive_fully(void* buffer, std::size_t length) const {
         auto* position = static_cast<std::byte*>(buffer);
         while (length != 0) {
             const ssize_t bytes_read = ::recv(server_socket_, position, length, 0);
@@ -97,11 +97,11 @@ private:
 
     void run() {
         storage::FrameHeader header;
-        while (read_fully(&header, sizeof header)) {
+        while (receive_fully(&header, sizeof header)) {
             CHECK(header.magic == storage::frame_magic && header.count != 0);
             CHECK(header.header_crc32c == crc32c(&header, offsetof(storage::FrameHeader, header_crc32c)));
             std::vector<storage::Operation> operations(header.count);
-            if (!read_fully(operations.data(), header.length))
+            if (!receive_fully(operations.data(), header.length))
                 return;
             CHECK(header.payload_crc32c == crc32c(operations.data(), header.length));
             received_count += header.count;
@@ -127,7 +127,7 @@ private:
     std::thread thread_;
 };
 
-// An application with a ring, which does not support gdrkit's extension of rings, like an application of 3FS.
+// An application with a ring. Like an application of 3FS, it does not use gdrkit's extension of the ring.
 class Application {
 public:
     Application(std::size_t entries, sem_t* submit_semaphore)
@@ -180,10 +180,10 @@ const Id buffer_id{1};
 const Id ring_id{2};
 constexpr std::uint64_t inode = 7;
 
-Arguments make_arguments(std::uint64_t offset, std::uint64_t length, std::uint64_t userdata = 0) {
+Arguments make_arguments(std::uint64_t buffer_offset, std::uint64_t length, std::uint64_t userdata = 0) {
     Arguments arguments{};
     std::memcpy(arguments.buffer_id, buffer_id.data(), 16);
-    arguments.buffer_offset = offset;
+    arguments.buffer_offset = buffer_offset;
     arguments.file_inode = inode;
     arguments.length = length;
     arguments.userdata = userdata;
@@ -195,9 +195,12 @@ struct LoopFixture {
                          std::chrono::milliseconds server_timeout = std::chrono::minutes(1))
         : loop({std::chrono::microseconds(50), outstanding_max, server_timeout}, semaphores.names) {
         loop.add_client(1);
+        // A buffer of 1 MiB in blocks of 256 KiB, with the address 0x1000 and the rkey 5 at the only NIC. A file with
+        // the handles 11 (for reading) and 12 (for writing).
         loop.add_buffer(1, {buffer_id, 1 << 20, 1 << 18, {{0x1000, 5}}, {}});
         loop.set_file(1, {inode, 11, 12, true, true});
     }
+    // Adds the ring of the application, for reads, with the depth 0, the timeout 0 and no flags.
     void serve(const Application& application, int priority = 1) {
         loop.add_ring(1, {ring_id, true, 0, priority, std::chrono::milliseconds(0), 0}, application.fd);
     }
@@ -209,6 +212,7 @@ void test_operations_complete() {
     LoopFixture fixture;
     FrameServer server;
     Application application(256, fixture.semaphores.handles[1]);
+    // The connection has one queue pair, at NIC 0, and the generation 1.
     fixture.loop.connect(server.client_socket, {0}, 1);
     fixture.serve(application);
     for (int round = 0; round < 200; ++round) {
@@ -238,9 +242,9 @@ void test_removal_waits_for_operations_in_flight() {
         std::this_thread::yield();
     CHECK(!fixture.loop.remove_buffer(1, buffer_id, std::chrono::milliseconds(1)));
     CHECK(!fixture.loop.remove_ring(1, ring_id, std::chrono::milliseconds(1)));
-    std::thread closer([&] { CHECK(fixture.loop.remove_buffer(1, buffer_id, wait_timeout)); });
+    std::thread remover([&] { CHECK(fixture.loop.remove_buffer(1, buffer_id, wait_timeout)); });
     fixture.loop.disconnect();
-    closer.join();
+    remover.join();
     CHECK(application.wait_for_completion().result == -EREMOTEIO);
     CHECK(fixture.loop.remove_ring(1, ring_id, wait_timeout));
 }
@@ -348,15 +352,15 @@ void test_refused_memory_fails_no_other_operation() {
     CHECK(fixture.loop.events(std::chrono::milliseconds(0)).empty());
 }
 
-// Operations wait for a new connection. If the agent gets none, it ends them by abandon().
+// Operations wait for a new connection. If the agent gets none, it ends the operations by abandon().
 void test_waiting_operations_can_be_abandoned() {
     LoopFixture fixture;
     FrameServer server([](const storage::Operation& operation) {
         return storage::Result{operation.tag, operation.length == 1 ? -EREMOTEIO : 0, 0, 0, 0, 0};
     });
     Application application(8, fixture.semaphores.handles[1]);
-    const Id other_buffer{3};
-    fixture.loop.add_buffer(1, {other_buffer, 1 << 20, 0, {{0x1000, 5}}, {}});
+    const Id refused_buffer{3};
+    fixture.loop.add_buffer(1, {refused_buffer, 1 << 20, 0, {{0x1000, 5}}, {}});
     fixture.loop.connect(server.client_socket, {0}, 1);
     fixture.serve(application);
     server.is_silent = true;
@@ -365,9 +369,9 @@ void test_waiting_operations_can_be_abandoned() {
     while (server.received_count == 0)
         std::this_thread::yield();
     server.is_silent = false;
-    Arguments refused = make_arguments(0, 1);
-    std::memcpy(refused.buffer_id, other_buffer.data(), other_buffer.size());
-    application.prepare(refused);
+    Arguments refused_arguments = make_arguments(0, 1);
+    std::memcpy(refused_arguments.buffer_id, refused_buffer.data(), refused_buffer.size());
+    application.prepare(refused_arguments);
     application.submit();
     CHECK(application.wait_for_completion().result == -EREMOTEIO);
     CHECK(fixture.loop.events(wait_timeout).size() == 1);
@@ -384,13 +388,13 @@ void test_invalid_results_end_the_connection() {
         FrameServer server([variant](const storage::Operation& operation) {
             storage::Result result{operation.tag, std::int64_t(operation.length), 0, 0, 0, 0};
             if (variant == 0)
-                result.tag += 1;
+                result.tag += 1; // No operation has this tag.
             if (variant == 1)
-                result.result += 1;
+                result.result += 1; // More bytes than requested.
             if (variant == 2)
-                result.result = -100000;
+                result.result = -100000; // Not a negative errno.
             if (variant == 3)
-                result.holes = 1;
+                result.holes = 1; // The agent never requests a list of holes.
             return result;
         });
         Application application(8, fixture.semaphores.handles[1]);
@@ -420,9 +424,10 @@ void test_entries_beyond_the_limit_wait_in_the_ring() {
     }
 }
 
-// One ring gets random values. The loop completes its entries or breaks the ring, and always serves the other ring.
+// One ring gets random values. The loop completes its entries or reports it as broken, and always serves the other
+// ring.
 void test_hostile_ring_leaves_other_rings() {
-    std::mt19937_64 random(20260101);
+    std::mt19937_64 random_number(20260101);
     for (int round = 0; round < 100; ++round) {
         LoopFixture fixture;
         FrameServer server;
@@ -432,15 +437,15 @@ void test_hostile_ring_leaves_other_rings() {
         fixture.loop.add_ring(1, {Id{9}, true, 0, 0, std::chrono::milliseconds(0), 0}, hostile.fd);
         fixture.serve(healthy);
         for (int step = 0; step < 20; ++step) {
-            Arguments arguments = make_arguments(random(), random() % 8192, random());
-            if (random() % 2 == 0)
-                arguments.file_inode = random() % 16;
-            hostile.view.arguments[random() % hostile.view.slot_count] = arguments;
-            hostile.view.submissions[random() % hostile.view.slot_count] = {
-                static_cast<std::int32_t>(random() % 40) - 4, 0, 0};
-            auto& index =
-                random() % 4 == 0 ? hostile.view.indices->completion_tail : hostile.view.indices->submission_head;
-            index.store(static_cast<std::int32_t>(random() % 24) - 2, std::memory_order_release);
+            Arguments arguments = make_arguments(random_number(), random_number() % 8192, random_number());
+            if (random_number() % 2 == 0)
+                arguments.file_inode = random_number() % 16;
+            hostile.view.arguments[random_number() % hostile.view.slot_count] = arguments;
+            hostile.view.submissions[random_number() % hostile.view.slot_count] = {
+                static_cast<std::int32_t>(random_number() % 40) - 4, 0, 0};
+            auto& index = random_number() % 4 == 0 ? hostile.view.indices->completion_tail
+                                                   : hostile.view.indices->submission_head;
+            index.store(static_cast<std::int32_t>(random_number() % 24) - 2, std::memory_order_release);
             hostile.submit();
             healthy.prepare(make_arguments(4096, 4096));
             healthy.submit();
@@ -468,11 +473,11 @@ void test_truncated_ring_leaves_other_rings() {
     CHECK(healthy.wait_for_completion().result == 4096);
 }
 
-// A ring has its turn for 1 MiB of local reads. A short read before many long reads must not make the turn longer: the
-// server executes the rest of the claimed reads. The ring is full before the loop serves it, so that one turn begins
-// with all reads.
-void check_turn_of_other_rings(LoopFixture& fixture, const FrameServer& server, Descriptor file) {
-    constexpr std::size_t count = 40, long_bytes = std::size_t{1} << 20;
+// In each turn of a ring, the loop executes about 1 MiB of local reads. A short read before many long reads must not
+// make the turn longer: the server executes the rest of the claimed reads. The ring is full before the loop serves it,
+// so that one turn begins with all reads.
+void check_turn_is_limited(LoopFixture& fixture, const FrameServer& server, Descriptor file) {
+    constexpr std::size_t long_reads_count = 40, long_bytes = std::size_t{1} << 20;
     CHECK(ftruncate(file.get(), long_bytes) == 0);
     const std::vector<char> zeros(long_bytes);
     CHECK(pwrite(file.get(), zeros.data(), long_bytes, 0) == ssize_t{long_bytes});
@@ -482,46 +487,49 @@ void check_turn_of_other_rings(LoopFixture& fixture, const FrameServer& server, 
     fixture.loop.add_buffer(
         1, {long_buffer, memory.size(), 0, {{0x1000, 5}}, {}, reinterpret_cast<std::uintptr_t>(memory.data())});
     fixture.loop.set_file(1, {inode, 11, 12, true, true}, std::move(file));
-    const std::uint64_t local_before = fixture.loop.statistics().local_reads, received_before = server.received_count;
+    const std::uint64_t local_reads_before = fixture.loop.statistics().local_reads,
+                        received_before = server.received_count;
     const auto prepare = [&](std::size_t length) {
         Arguments arguments = make_arguments(0, length);
         std::memcpy(arguments.buffer_id, long_buffer.data(), long_buffer.size());
         application.prepare(arguments);
     };
     prepare(1);
-    for (std::size_t index = 0; index < count; ++index)
+    for (std::size_t index = 0; index < long_reads_count; ++index)
         prepare(long_bytes);
     fixture.loop.add_ring(1, {Id{5}, true, 0, 1, std::chrono::milliseconds(0), 0}, application.fd);
     application.submit();
     std::size_t short_count = 0;
-    for (std::size_t index = 0; index <= count; ++index) {
+    for (std::size_t index = 0; index <= long_reads_count; ++index) {
         const std::int64_t result = application.wait_for_completion().result;
         CHECK(result == 1 || result == long_bytes);
         short_count += result == 1;
     }
     // The loop has executed the short read and one long read.
-    CHECK(short_count == 1 && fixture.loop.statistics().local_reads - local_before == 2);
-    CHECK(server.received_count - received_before == count - 1);
+    CHECK(short_count == 1 && fixture.loop.statistics().local_reads - local_reads_before == 2);
+    CHECK(server.received_count - received_before == long_reads_count - 1);
     CHECK(fixture.loop.remove_buffer(1, long_buffer, wait_timeout));
 }
 
-// The loop itself reads cached bytes, but only for a read into a mapped buffer, without flags, over a connection.
+// The loop itself reads cached bytes, but only into a mapped buffer, for a ring without flags, and while it is
+// connected to the server.
 void test_cached_bytes_are_read_by_the_loop() {
     LoopFixture fixture;
     FrameServer server;
     Application application(64, fixture.semaphores.handles[1]);
     std::string folder = "/tmp/gdrkit-loop-XXXXXX";
     CHECK(mkdtemp(folder.data()) != nullptr);
-    Descriptor sums(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    Descriptor generation(memfd_create("generation", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    CHECK(ftruncate(generation.get(), 4096) == 0 && fcntl(generation.get(), F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+    Descriptor sums_folder(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    Descriptor generation_memory(memfd_create("generation", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    CHECK(ftruncate(generation_memory.get(), 4096) == 0 &&
+          fcntl(generation_memory.get(), F_ADD_SEALS, F_SEAL_SHRINK) == 0);
     Descriptor file(open((folder + "/file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     const std::string content(10000, 'x');
     CHECK(pwrite(file.get(), content.data(), content.size(), 0) == 10000);
     const auto duplicate_file = [&] { return Descriptor(fcntl(file.get(), F_DUPFD_CLOEXEC, 0)); };
     std::vector<char> memory(1 << 16);
     const Id mapped_buffer{3};
-    fixture.loop.set_local_store(std::move(sums), std::move(generation));
+    fixture.loop.set_local_store(std::move(sums_folder), std::move(generation_memory));
     fixture.loop.add_buffer(
         1, {mapped_buffer, memory.size(), 0, {{0x1000, 5}}, {}, reinterpret_cast<std::uintptr_t>(memory.data())});
     fixture.loop.connect(server.client_socket, {0}, 1);
@@ -543,11 +551,11 @@ void test_cached_bytes_are_read_by_the_loop() {
         std::fill(memory.begin(), memory.end(), 0);
     }
     CHECK(server.received_count == 1 && fixture.loop.statistics().local_reads == 200);
-    // The server reads into a buffer without a mapping, and a file without a handle belongs to no session.
+    // The server executes reads into a buffer without a mapping, and reads of a file that has no read handle.
     CHECK(read(0, buffer_id) == 4096 && server.received_count == 2);
     fixture.loop.set_file(1, {inode, 0, 12, true, true}, duplicate_file());
     CHECK(read(0, mapped_buffer) == 4096 && server.received_count == 3);
-    check_turn_of_other_rings(fixture, server, duplicate_file());
+    check_turn_is_limited(fixture, server, duplicate_file());
     fixture.loop.set_file(1, {inode, 11, 12, true, true}, duplicate_file());
     fixture.loop.disconnect();
     CHECK(read(0, mapped_buffer) == -EREMOTEIO);
@@ -583,11 +591,11 @@ struct LocalFixture : LoopFixture {
     }
     // Reads the first bytes of a file. Returns whether the loop has executed the read.
     bool reads_locally(std::uint64_t file_inode = inode) {
-        const std::uint64_t local_before = loop.statistics().local_reads, received_before = server.received_count;
+        const std::uint64_t local_reads_before = loop.statistics().local_reads, received_before = server.received_count;
         prepare(0, 4096, file_inode);
         application.submit();
         CHECK(application.wait_for_completion().result == 4096);
-        const std::uint64_t local_count = loop.statistics().local_reads - local_before;
+        const std::uint64_t local_count = loop.statistics().local_reads - local_reads_before;
         CHECK(local_count + server.received_count - received_before == 1);
         return local_count == 1;
     }
@@ -599,15 +607,15 @@ struct LocalFixture : LoopFixture {
     Application application{64, semaphores.handles[1]};
 };
 
-// The loop may copy up to a MiB, and find that it must leave the read to the server. Such reads also end the turn of a
-// ring.
+// The loop may copy up to 1 MiB before it notices that the server must execute the read. These bytes count too, so that
+// such reads also end the turn of a ring.
 void test_failed_local_reads_end_the_turn_of_a_ring() {
     LocalFixture fixture;
     fixture.folder.add_sums();
     // The two threads of the loop begin at the ends of a long read, so they come last to the corrupt byte.
     const std::size_t middle = fixture.folder.bytes.size() / 2;
-    const std::byte flipped = fixture.folder.bytes[middle] ^ std::byte{1};
-    CHECK(pwrite(fixture.folder.file.get(), &flipped, 1, static_cast<off_t>(middle)) == 1);
+    const std::byte flipped_byte = fixture.folder.bytes[middle] ^ std::byte{1};
+    CHECK(pwrite(fixture.folder.file.get(), &flipped_byte, 1, static_cast<off_t>(middle)) == 1);
     const std::size_t long_bytes = fixture.folder.bytes.size(), count = LocalFixture::memory_bytes / long_bytes;
     // After a short read, the loop claims all others at once. The ring is full before the loop serves it.
     fixture.prepare(0, 1);
@@ -626,7 +634,8 @@ void test_failed_local_reads_end_the_turn_of_a_ring() {
     CHECK(copied_count >= 1 && copied_count <= 3 && count > 3);
 }
 
-// Writes, reads that must not return holes, and reads into memory that was truncated are for the server.
+// The server executes writes, reads that must not return holes (flag 2, HF3FS_IOR_FORBID_READ_HOLES), and reads into
+// memory that was truncated.
 void test_server_executes_what_the_loop_may_not() {
     for (const auto& [for_read, flags] : {std::pair<bool, std::uint64_t>{true, 0}, {false, 0}, {true, 2}}) {
         LocalFixture fixture;
@@ -680,8 +689,8 @@ Descriptor make_descriptor_with_slow_close(Descriptor& peer) {
     CHECK(peer.get() >= 0);
     const linger linger_option{1, 60};
     CHECK(setsockopt(descriptor.get(), SOL_SOCKET, SO_LINGER, &linger_option, sizeof linger_option) == 0);
-    const std::vector<char> unread(1 << 16);
-    while (send(descriptor.get(), unread.data(), unread.size(), MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
+    const std::vector<char> unread_bytes(1 << 16);
+    while (send(descriptor.get(), unread_bytes.data(), unread_bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
     }
     return descriptor;
 }
@@ -693,9 +702,9 @@ void test_loop_closes_no_files() {
         fixture.serve(fixture.application);
         Descriptor peer;
         constexpr std::uint64_t slow_inode = 8;
-        Descriptor slow = make_descriptor_with_slow_close(peer);
-        const int number = slow.get();
-        fixture.loop.set_file(1, {slow_inode, 13, 0, true, false}, std::move(slow));
+        Descriptor slow_file = make_descriptor_with_slow_close(peer);
+        const int slow_fd = slow_file.get();
+        fixture.loop.set_file(1, {slow_inode, 13, 0, true, false}, std::move(slow_file));
         std::atomic<bool> has_closed{false};
         std::thread closer([&] {
             if (is_removed)
@@ -704,7 +713,7 @@ void test_loop_closes_no_files() {
                 fixture.loop.set_file(1, {slow_inode, 13, 0, true, false});
             has_closed = true;
         });
-        while (fcntl(number, F_GETFD) >= 0) // close(2) first frees the number of the descriptor.
+        while (fcntl(slow_fd, F_GETFD) >= 0) // close(2) first frees the number of the descriptor.
             std::this_thread::yield();
         CHECK(fixture.reads_locally() && !has_closed);
         peer = Descriptor();

@@ -1,7 +1,8 @@
 """Hook that injects a defect into every Python process that starts with ``GDRKIT_DEFECT=<name>``.
 
-This folder must be on PYTHONPATH. Peer processes inherit both variables, so they have the defect, too. The hook
-replaces functions of a gdrkit module directly after the module was executed, before another module can import them.
+Python imports ``sitecustomize`` when it starts, if this folder is on PYTHONPATH. Peer processes inherit both variables,
+so they have the defect, too. The hook replaces functions of a gdrkit module directly after the module was executed,
+before another module can import them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 
 class _DefectInjector(MetaPathFinder):
+    """An import hook that calls `inject` with the module of the given name after the module was executed."""
+
     def __init__(self, module: str, inject: Callable[[Any], None]) -> None:
         self.module, self.inject = module, inject
 
@@ -46,6 +49,6 @@ if _name:
     from meta.defects.table import DEFECTS
 
     _injection = DEFECTS[_name].injection
-    # A defect of the C library is compiled into the library that the process loads.
+    # A defect of the C library needs no hook: the process loads a library that was compiled with it.
     if not isinstance(_injection, NativeDefect):
         sys.meta_path.insert(0, _DefectInjector(DEFECTS[_name].module, _injection))
